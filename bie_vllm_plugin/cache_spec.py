@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's block pool is told about the two caches of a layer.
+
+* `BodySpec`: packed INT4, 64 tokens a page, held for the whole context. Skipped
+  layers (full precision) of the same engine use it too, dense, so that vLLM puts
+  all full-attention layers into one group whose manager is ours.
+* `WindowSpec`: rows `[K | V]` in the model's dtype, the sinks and the recent
+  window only. R below is the one constant that rules allocation, freeing and the
+  admission cap: `retained_tokens = recent + lookahead + 63`.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import torch
+from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
+from vllm.utils.math_utils import cdiv
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
+from bie_vllm_plugin.config import Int4AsymConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def retained_tokens(recent_tokens: int, lookahead_tokens: int) -> int:
+    """R: 16-bit tokens kept behind the newest one, besides the sinks.
+
+    `recent` for the queries of the next step, `lookahead` since that many drafts
+    may be rejected, and 63 more because an exact repeat of a prompt hits at the
+    page boundary up to 63 tokens before its end and wants the window there.
+    """
+    return recent_tokens + lookahead_tokens + PAGE_TOKENS - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class BodySpec(FullAttentionSpec):
+    """A full-attention cache of 64-token pages, INT4-packed or (skipped layers) dense."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSpec(SlidingWindowSpec):
+    """Sinks and recent window of one layer in 16 bits.
+
+    `sliding_window` is R. Fields that rule the manager:
+        sink_tokens, recent_tokens: the position rule's.
+        strict: prefix hits need the window pages.
+        retention_interval: vLLM's prefix_cache_retention_interval.
+    """
+
+    sink_tokens: int
+    recent_tokens: int
+    strict: bool
+    retention_interval: int | None = 0
+
+    @property
+    def num_retained_tokens(self) -> int:
+        """0 keeps vLLM 0.33's worker from nulling entries below the window: sinks live there."""
+        return 0
+
+    @property
+    def sink_pages(self) -> int:
+        """Pages that hold the sinks."""
+        return cdiv(self.sink_tokens, self.block_size)
+
+    def pages_held(self, num_tokens: int) -> int:
+        """Upper bound of the pages held after a step that ends at `num_tokens`."""
+        total = cdiv(num_tokens, self.block_size)
+        # R tokens may straddle one page more than they fill.
+        return min(total, self.sink_pages + cdiv(self.sliding_window, self.block_size) + 1)
+
+    def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
+        """What a request holds when its prompt is done; a chunk's own middle needs no pages."""
+        del max_in_flight_tokens
+        return self.pages_held(max_model_len)
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        """Bytes of one request of max_model_len, in whole pages."""
+        return self.pages_held(vllm_config.model_config.max_model_len) * self.page_size_bytes
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        """Companions group with companions only, never with a model's own sliding windows."""
+        return all(isinstance(spec, WindowSpec) for spec in kv_cache_specs.values())
+
+    @classmethod
+    def merge(cls, specs: list[Self]) -> Self:
+        """One spec for layers that agree in every field.
+
+        Raises:
+            AssertionError: they differ (vLLM then keeps them in separate groups).
+        """
+        assert all(type(spec) is cls and spec == specs[0] for spec in specs), "window specs of a group must agree"
+        return specs[0]
+
+
+def body_spec(layout: PageLayout, num_kv_heads: int) -> BodySpec:
+    """The INT4 body of a layer: `state_content_bytes` says that a token takes `token_bytes` a head."""
+    return BodySpec(
+        block_size=PAGE_TOKENS,
+        num_kv_heads=num_kv_heads,
+        head_size=layout.head_size,
+        head_size_v=layout.v_size,
+        dtype=torch.uint8,
+        state_content_bytes=layout.token_bytes,
+    )
+
+
+def window_spec(
+    settings: Int4AsymConfig,
+    num_kv_heads: int,
+    head_size: int,
+    head_size_v: int,
+    dtype: torch.dtype,
+    lookahead_tokens: int,
+    retention_interval: int | None,
+) -> WindowSpec:
+    """The 16-bit companion of a layer."""
+    return WindowSpec(
+        block_size=window_page_tokens(dtype.itemsize),
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        head_size_v=head_size_v,
+        dtype=dtype,
+        sliding_window=retained_tokens(settings.recent_tokens, lookahead_tokens),
+        sink_tokens=settings.sink_tokens,
+        recent_tokens=settings.recent_tokens,
+        strict=settings.prefix_hits == "strict",
+        retention_interval=retention_interval,
+    )

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `int4_asym` refuses, each with one sentence: setting, value, way out.
+
+All of it runs at configuration time (`check_config`), when a layer chooses its
+backend (`check_layer`) or when the pool is built (`check_pool`); never at the
+first token.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from bie_kernels.layout import HEAD_SIZES, PAGE_TOKENS
+
+from bie_vllm_plugin.config import DTYPE_NAME, Int4AsymConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+DRAFTERS_WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
+"""Speculation methods that keep no KV cache of their own."""
+
+
+def check_config(vllm_config: VllmConfig) -> None:
+    """Validate the engine's configuration for this dtype, and complete it.
+
+    Sliding-window layers are added to the skipped layers: their memory does not
+    grow, so they keep the model's dtype.
+
+    Raises:
+        ValueError: one sentence that names the setting, the value and what is allowed.
+    """
+    Int4AsymConfig.from_vllm(vllm_config)
+    _check_cache(vllm_config)
+    _check_model(vllm_config)
+    _check_engine(vllm_config)
+
+
+def _check_cache(vllm_config: VllmConfig) -> None:
+    cache = vllm_config.cache_config
+    if cache.user_specified_block_size and cache.block_size != PAGE_TOKENS:
+        raise ValueError(
+            f"--block-size {cache.block_size} does not go with --kv-cache-dtype {DTYPE_NAME}, whose pages hold "
+            f"{PAGE_TOKENS} tokens; leave the flag out or set it to {PAGE_TOKENS}."
+        )
+    if cache.kv_offloading_size is not None:
+        raise ValueError(
+            f"--kv-offloading-size {cache.kv_offloading_size} does not go with {DTYPE_NAME} yet: offloaded prefixes "
+            "end inside pages and lack the sinks; leave it out."
+        )
+    if vllm_config.kv_transfer_config is not None:
+        connector = vllm_config.kv_transfer_config.kv_connector
+        raise ValueError(
+            f"--kv-transfer-config with connector {connector!r} does not go with {DTYPE_NAME} yet: external prefixes "
+            "end inside pages and lack the sinks; leave it out or use another --kv-cache-dtype."
+        )
+
+
+def _check_model(vllm_config: VllmConfig) -> None:
+    model = vllm_config.model_config
+    if model is None:
+        return
+    if model.use_mla:
+        raise ValueError(
+            f"{model.model} uses multi-head latent attention (MLA), which {DTYPE_NAME} does not support; "
+            "use --kv-cache-dtype auto or fp8."
+        )
+    if model.is_encoder_decoder:
+        raise ValueError(
+            f"{model.model} is an encoder-decoder model, which {DTYPE_NAME} does not support; "
+            "use --kv-cache-dtype auto."
+        )
+    if model.is_hybrid:
+        raise ValueError(
+            f"{model.model} mixes attention with state-space or linear-attention layers, which {DTYPE_NAME} does "
+            "not support yet; use --kv-cache-dtype auto or fp8."
+        )
+    if model.attention_chunk_size is not None:
+        raise ValueError(
+            f"{model.model} uses chunked local attention (chunk {model.attention_chunk_size}), which {DTYPE_NAME} "
+            "does not support yet; use --kv-cache-dtype auto or fp8."
+        )
+    if (scheme := _checkpoint_kv_scheme(model.hf_config)) is not None:
+        raise ValueError(
+            f"{model.model} brings a KV-cache scheme of its own ({scheme}), which {DTYPE_NAME} would ignore; "
+            "use --kv-cache-dtype auto or a checkpoint without one."
+        )
+    text = model.hf_text_config
+    windowed = getattr(text, "sliding_window", None) is not None or "sliding_attention" in (
+        getattr(text, "layer_types", None) or ()
+    )
+    skipped = vllm_config.cache_config.kv_cache_dtype_skip_layers
+    if windowed and "sliding_window" not in skipped:
+        skipped.append("sliding_window")
+
+
+def _checkpoint_kv_scheme(hf_config: Any) -> Any:
+    """The checkpoint's own KV-cache quantisation (compressed-tensors or ModelOpt), or None."""
+    quant = getattr(hf_config, "quantization_config", None)
+    if not isinstance(quant, dict):
+        return None
+    nested = quant.get("quantization")
+    for source in (quant, nested if isinstance(nested, dict) else {}):
+        for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
+            if source.get(key) is not None:
+                return source[key]
+    return None
+
+
+def _check_engine(vllm_config: VllmConfig) -> None:
+    import vllm.envs as envs
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from bie_vllm_plugin.vllm_compat import BACKEND_PATH
+
+    scheduler, parallel, attention = (
+        vllm_config.scheduler_config,
+        vllm_config.parallel_config,
+        vllm_config.attention_config,
+    )
+    if scheduler.disable_hybrid_kv_cache_manager:
+        raise ValueError(
+            f"--disable-hybrid-kv-cache-manager does not go with {DTYPE_NAME}, which keeps two caches per layer; "
+            "leave the flag out."
+        )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name)
+        if size > 1:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {size} does not go with {DTYPE_NAME}, whose window is not sharded by "
+                "position; set it to 1 and use --tensor-parallel-size."
+            )
+    if attention.backend is not None:
+        raise ValueError(
+            f"--attention-backend {attention.backend.name} does not go with --kv-cache-dtype {DTYPE_NAME}, which "
+            "brings its own backend; leave the flag out."
+        )
+    if attention.backend_per_kind:
+        raise ValueError(
+            f"attention_config.backend_per_kind={attention.backend_per_kind} does not go with --kv-cache-dtype "
+            f"{DTYPE_NAME}, which brings its own backend; leave it out."
+        )
+    if envs.VLLM_BATCH_INVARIANT:
+        raise ValueError(
+            f"VLLM_BATCH_INVARIANT=1 does not go with {DTYPE_NAME}: its split-KV decoding sums in an order that "
+            "depends on the batch; unset it."
+        )
+    custom = AttentionBackendEnum.CUSTOM
+    if custom.is_overridden() and custom.get_path() != BACKEND_PATH:
+        raise ValueError(
+            f"vLLM's one CUSTOM attention-backend slot is taken by {custom.get_path()} and {DTYPE_NAME} needs it; "
+            "uninstall that plugin or exclude it with VLLM_PLUGINS."
+        )
+    speculation = vllm_config.speculative_config
+    if speculation is not None and speculation.method not in DRAFTERS_WITHOUT_CACHE:
+        raise ValueError(
+            f"speculative method {speculation.method!r} keeps a KV cache of its own, which {DTYPE_NAME} does not "
+            f"support yet; use one of {', '.join(DRAFTERS_WITHOUT_CACHE)}."
+        )
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        raise ValueError(
+            f"--kv-cache-dtype {DTYPE_NAME} runs on NVIDIA GPUs and CPUs, not on "
+            f"{current_platform.device_name or current_platform.device_type}; use --kv-cache-dtype auto."
+        )
+
+
+def check_layer(selector: Any) -> None:
+    """Validate one attention layer as vLLM describes it when it selects a backend.
+
+    Args:
+        selector: vLLM's `AttentionSelectorConfig`.
+
+    Raises:
+        ValueError: a head size or feature without a layout.
+    """
+    if selector.head_size not in HEAD_SIZES:
+        raise ValueError(
+            f"head_size {selector.head_size} is not supported by {DTYPE_NAME} (supported: "
+            f"{', '.join(map(str, HEAD_SIZES))}); use another --kv-cache-dtype."
+        )
+    if selector.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"model dtype {selector.dtype} is not supported by {DTYPE_NAME}; use --dtype bfloat16.")
+    for attribute, what in (
+        ("use_mla", "multi-head latent attention"),
+        ("use_sparse", "sparse attention"),
+        ("has_sink", "learnable attention sinks"),
+        ("use_mm_prefix", "bidirectional multimodal prefixes"),
+        ("use_non_causal", "non-causal attention"),
+        ("use_rswa", "reference sliding windows"),
+    ):
+        if getattr(selector, attribute, False):
+            raise ValueError(f"{DTYPE_NAME} does not support {what}; serve this model with another --kv-cache-dtype.")
+
+
+def check_pool(manager: Any) -> None:
+    """The pool must hold one request of max_model_len while its last prefill chunk runs.
+
+    At that moment the window in front of the chunk and the one behind it are held
+    together; with less, that request could never be scheduled.
+
+    Args:
+        manager: vLLM's `KVCacheManager`, built.
+
+    Raises:
+        ValueError: names the longest --max-model-len that fits.
+    """
+    from bie_vllm_plugin.cache_manager import BodyManager, WindowManager
+
+    managers = manager.coordinator.single_type_managers
+    windows = [m for m in managers if isinstance(m, WindowManager)]
+    if not windows:
+        return
+    bodies = [m for m in managers if isinstance(m, BodyManager)]
+    free = manager.block_pool.num_gpu_blocks - 1  # block 0 is the null block
+    window_pages = sum(m.peak_pages for m in windows)
+    body_pages = sum(-(-manager.max_model_len // m.block_size) for m in bodies)
+    others = [m for m in managers if m not in windows and m not in bodies]
+    if others or body_pages + window_pages <= free:
+        return
+    fits = max(0, (free - window_pages) // max(1, len(bodies))) * PAGE_TOKENS
+    raise ValueError(
+        f"max_model_len {manager.max_model_len} needs {body_pages + window_pages} KV-cache pages with {DTYPE_NAME} "
+        f"while its last chunk is prefilled, and the pool has {free}: set --max-model-len to at most {fits} or give "
+        "the cache more memory."
+    )

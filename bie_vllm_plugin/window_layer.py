@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The companion layer that owns a layer's 16-bit window, and the specs of both."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from bie_kernels.layout import PAGE_TOKENS
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, replace_as
+
+from bie_vllm_plugin.cache_spec import BodySpec, WindowSpec, body_spec, window_spec
+from bie_vllm_plugin.config import Int4AsymConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionBackend
+
+
+def lookahead_tokens(vllm_config: VllmConfig) -> int:
+    """Drafts that a step may have to take back."""
+    spec = vllm_config.speculative_config
+    return 0 if spec is None else int(spec.num_speculative_tokens or 0)
+
+
+class WindowLayer(AttentionLayerBase):
+    """Holds the window cache of one attention layer; computes nothing itself.
+
+    It stands in vLLM's static forward context beside its layer, so that vLLM
+    allocates its pages, keeps its block table and computes its slots.
+    """
+
+    SUFFIX = ".int4_asym_window"
+
+    def __init__(self, layer: Any) -> None:
+        self.num_kv_heads: int = layer.num_kv_heads
+        self.head_size: int = layer.head_size
+        self.head_size_v: int = layer.head_size_v
+        self.kv_cache = torch.tensor([])
+        self.kv_sharing_target_layer_name = None
+
+    @classmethod
+    def name_of(cls, layer_name: str) -> str:
+        """Name of the companion of `layer_name`; the layer index in it stays the only number."""
+        return layer_name + cls.SUFFIX
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        """The backend whose metadata builder serves the window group."""
+        from bie_vllm_plugin.backend import WindowBackend
+
+        return WindowBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> WindowSpec:
+        """Sinks and recent window in the model's dtype."""
+        return window_spec(
+            Int4AsymConfig.from_vllm(vllm_config),
+            self.num_kv_heads,
+            self.head_size,
+            self.head_size_v,
+            vllm_config.model_config.dtype,
+            lookahead_tokens(vllm_config),
+            vllm_config.cache_config.prefix_cache_retention_interval,
+        )
+
+
+def body_spec_of(layer: Any, vllm_config: VllmConfig) -> BodySpec:
+    """Spec of an int4_asym layer's body."""
+    layout = Int4AsymConfig.from_vllm(vllm_config).page_layout(layer.head_size, layer.head_size_v)
+    return body_spec(layout, layer.num_kv_heads)
+
+
+def dense_spec_of(layer: Any, original: Any, vllm_config: VllmConfig) -> KVCacheSpec | None:
+    """Spec of a skipped (full-precision) layer: 64-token pages in the group of the others."""
+    spec = original(layer, vllm_config)
+    if type(spec) is not FullAttentionSpec:
+        return spec
+    return replace_as(spec, BodySpec, block_size=PAGE_TOKENS)
