@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode and verify: 1 to 16 query tokens per request over the packed pages, split over keys.
+
+Work is cut by `plan` into items of equal size; one program serves one item and KV
+head with all its query heads, dequantises in registers and writes a partial result;
+`merge` joins the partials. Inside an item, body pages that are INT4 for every query
+need no masks; the few others (sinks, the edge of the recent window, prefix hits whose
+16-bit copies are gone) and the 16-bit window pages do.
+
+The plain Triton kernel here is the portable path. `decode_gluon` holds a faster one
+for the common shapes; both read one layout, one plan and write the same partials.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from bie_kernels import decode_gluon
+from bie_kernels.checks import check_body, check_ints, check_numbers, check_rows, check_window, require
+from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
+from bie_kernels.merge import merge
+from bie_kernels.plan import item_budget, make_plan, plan_ints
+from bie_kernels.tiles import (
+    LOG2E,
+    add_int4_values,
+    add_values,
+    dot16,
+    empty_state,
+    first_rows,
+    in_window,
+    int4_scores,
+    mma_channels,
+    normalise,
+    page_ranges,
+    resident,
+    softmax_step,
+    to_log2,
+)
+from bie_kernels.tuning import decode_tile, interpreted
+
+MAX_QUERY_TOKENS = 16
+"""Query tokens per request of a decode or verify launch."""
+
+_PAGE = tl.constexpr(PAGE_TOKENS)
+
+
+@triton.jit
+def _page_step(
+    q, factor, q_pos, state, p_page, page, computed, p_window_row, m_rows, sink_tokens, recent_tokens, retained,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, NQ: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, SOFT_CAP: tl.constexpr, O_V_CODES: tl.constexpr, O_K_SCALE: tl.constexpr,
+    O_K_ORIGIN: tl.constexpr, O_V_SCALE: tl.constexpr, O_V_MIN: tl.constexpr, WINDOW_PAGE: tl.constexpr,
+    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """One body page; BN tokens at a time, a key group on the channel axis."""
+    acc, low, peak, total = state
+    for sub in tl.static_range(_PAGE // BN):
+        s = int4_scores(q, p_page, sub, D, BD, BN, GROUP, HEAD_DIM, O_K_SCALE, O_K_ORIGIN, ASM)
+        s = to_log2(first_rows(s, NQ), factor, SOFT_CAP)
+        mask = None
+        m_key = None
+        if MASKED:
+            pos = page * _PAGE + sub * BN + tl.arange(0, BN)
+            held = resident(pos, p_window_row, computed, sink_tokens, retained, pos >= 0, WINDOW_PAGE)
+            wide = in_window(q_pos, pos, sink_tokens, recent_tokens) & held[None, :]
+            mask = (pos[None, :] <= q_pos[:, None]) & (wide == 0) & m_rows[:, None]
+            m_key = tl.max(mask.to(tl.int32), 0) > 0
+        p, alpha, peak, total = softmax_step(s, mask, peak, total, MASKED)
+        acc, low = add_int4_values(
+            p, alpha, acc, low, m_key, p_page, sub, E, GROUP, BN, O_V_CODES, O_V_SCALE, O_V_MIN,
+            MASKED, TRANSPOSED, ASM,
+        )  # fmt: skip
+    return acc, low, peak, total
+
+
+@triton.jit
+def decode_kernel(
+    p_q, p_body, p_window, p_body_table, p_window_table, p_lens, p_plan, p_acc, p_peak, p_total,
+    s_qt, s_qh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, o_items, scale, sink_tokens, recent_tokens, retained,
+    q_len: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr,
+    NQ: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SOFT_CAP: tl.constexpr,
+    O_V_CODES: tl.constexpr, O_K_SCALE: tl.constexpr, O_K_ORIGIN: tl.constexpr, O_V_SCALE: tl.constexpr,
+    O_V_MIN: tl.constexpr, WINDOW_PAGE: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: one item, one KV head, NQ rows (query token, head of the group)."""
+    i_item, i_h = tl.program_id(0), tl.program_id(1)
+    row_0 = tl.program_id(2) * NQ
+    p_item = p_plan + o_items + 4 * i_item
+    i_r = tl.load(p_item)
+    if i_r < 0:
+        return
+    u_first, u_last = tl.load(p_item + 1), tl.load(p_item + 2)
+    seq_len = tl.load(p_lens + i_r)
+    computed = seq_len - q_len
+    sink_end, body_end, pages, window_sinks, window_start, window_pages = page_ranges(
+        computed, seq_len, sink_tokens, recent_tokens, WINDOW_PAGE
+    )
+    ROWS: tl.constexpr = G * q_len
+    MMA_ROWS: tl.constexpr = 16 if NQ < 16 else NQ
+    i_row = row_0 + tl.arange(0, MMA_ROWS)
+    m_row = (tl.arange(0, MMA_ROWS) < NQ) & (i_row < ROWS)
+    p_q_row = p_q + (i_r * q_len + i_row // G).to(tl.int64) * s_qt + (i_h * G + i_row % G) * s_qh  # [MMA_ROWS]
+    i_c = mma_channels(BD)
+    m_q = m_row[:, None] & (i_c < D)[None, :]
+    q, factor = normalise(tl.load(p_q_row[:, None] + i_c[None, :], mask=m_q, other=0.0))
+    if SOFT_CAP > 0:
+        logit_scale = scale
+    else:
+        logit_scale = scale * LOG2E
+    # In NQ rows (8 of 16 are padding when NQ is 8).
+    factor = tl.max(first_rows(tl.broadcast_to(factor[:, None], [MMA_ROWS, 8]), NQ), 1) * logit_scale
+    i_out = row_0 + tl.arange(0, NQ)
+    m_out = i_out < ROWS
+    q_pos = computed + i_out // G
+    state = empty_state(NQ, E, GROUP, True)
+    p_table = p_body_table + i_r * s_btr
+    p_window_row = p_window_table + i_r * s_wtr
+
+    # 1. INT4 for every query.
+    body = body_end - sink_end
+    for u in tl.range(tl.minimum(u_first, body), tl.minimum(u_last, body), num_stages=STAGES):
+        page = sink_end + u
+        p_page = p_body + tl.load(p_table + page).to(tl.int64) * s_bb + i_h * s_bh
+        state = _page_step(
+            q, factor, q_pos, state, p_page, page, computed, p_window_row, m_out,
+            sink_tokens, recent_tokens, retained, D, BD, E, NQ, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
+            O_K_SCALE, O_K_ORIGIN, O_V_SCALE, O_V_MIN, WINDOW_PAGE, False, True, ASM,
+        )  # fmt: skip
+
+    # 2. INT4 for some queries or positions: first the sinks' pages, then those after body_end.
+    edges = pages - body
+    for u in tl.range(tl.maximum(u_first, body) - body, tl.minimum(u_last - body, edges), num_stages=1):
+        page = tl.where(u < sink_end, u, u + body)
+        i_p = page * _PAGE + WINDOW_PAGE * tl.arange(0, _PAGE // WINDOW_PAGE)
+        held = resident(i_p, p_window_row, computed, sink_tokens, retained, i_p < seq_len, WINDOW_PAGE)
+        held = held | (i_p >= computed)
+        # Most of these pages are all 16-bit: one look at the table saves reading them.
+        reaches = (page * _PAGE + recent_tokens <= seq_len - 1) | (tl.min(held.to(tl.int32), 0) == 0)
+        block = tl.load(p_table + page).to(tl.int64)
+        if reaches & (block > 0):
+            state = _page_step(
+                q, factor, q_pos, state, p_body + block * s_bb + i_h * s_bh, page, computed, p_window_row, m_out,
+                sink_tokens, recent_tokens, retained, D, BD, E, NQ, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
+                O_K_SCALE, O_K_ORIGIN, O_V_SCALE, O_V_MIN, WINDOW_PAGE, True, True, ASM,
+            )  # fmt: skip
+
+    # 3. The 16-bit window, one window page a step, queries in their own dtype.
+    acc, low, peak, total = state
+    units = window_sinks + window_pages - window_start
+    w_first, w_last = tl.maximum(u_first, pages) - pages, tl.minimum(u_last - pages, units)
+    if w_first < w_last:
+        i_d = tl.arange(0, BD)
+        m_d = i_d < D
+        q_raw = tl.load(p_q_row[:, None] + i_d[None, :], mask=m_row[:, None] & m_d[None, :], other=0.0)
+        flat = tl.full([NQ], 1.0, tl.float32) * logit_scale
+        for u in tl.range(w_first, w_last, num_stages=1):
+            w_page = tl.where(u < window_sinks, u, u - window_sinks + window_start)
+            entry = tl.load(p_window_row + w_page).to(tl.int64)
+            if entry > 0:
+                pos = w_page * WINDOW_PAGE + tl.arange(0, WINDOW_PAGE)
+                m_key = (pos < seq_len) & ((pos < sink_tokens) | (pos >= computed - retained))
+                mask = in_window(q_pos, pos, sink_tokens, recent_tokens) & (pos[None, :] <= q_pos[:, None])
+                mask = mask & m_key[None, :] & m_out[:, None]
+                p_rows = p_window + entry * s_wp + i_h * s_wh + tl.arange(0, WINDOW_PAGE) * s_wt
+                k = tl.load(p_rows[:, None] + i_d[None, :], mask=m_key[:, None] & m_d[None, :], other=0.0)
+                s = dot16(q_raw, tl.trans(k), tl.zeros([MMA_ROWS, WINDOW_PAGE], tl.float32), ASM)
+                s = to_log2(first_rows(s, NQ), flat, SOFT_CAP)
+                p, alpha, peak, total = softmax_step(s, mask, peak, total, True)
+                acc, low = add_values(p, alpha, acc, low, p_rows + D, m_key, E, GROUP, True, ASM)
+
+    at = (i_item.to(tl.int64) * H + i_h) * ROWS + i_out
+    tl.store(p_peak + at, peak, mask=m_out)
+    tl.store(p_total + at, total, mask=m_out)
+    for g in tl.static_range((E + GROUP - 1) // GROUP):
+        i_e = g * GROUP + tl.arange(0, GROUP)
+        p_part = p_acc + at[None, :] * E + i_e[:, None]
+        tl.store(p_part, acc[g] + low[g][None, :], mask=(i_e < E)[:, None] & m_out[None, :])
+
+
+# -- launcher -----------------------------------------------------------------
+def workspace_bytes(
+    max_reqs: int,
+    q_heads: int,
+    head_size_v: int,
+    max_q_len: int,
+    *,
+    kv_heads: int,
+    device: torch.device | str = "cuda",
+) -> int:
+    """Bytes of the workspace that serves every decode launch of up to `max_reqs` requests.
+
+    Args:
+        max_reqs: largest (padded) number of requests.
+        q_heads, kv_heads: heads on this rank.
+        head_size_v: channels of a value.
+        max_q_len: largest query length, 1 plus the speculated tokens.
+        device: whose number of multiprocessors counts.
+    """
+    device = torch.device(device)
+    most = 0
+    for q_len in range(1, max_q_len + 1):
+        rows = q_heads // kv_heads * q_len
+        for requests in {1, max_reqs}:
+            budget = max(item_budget(requests, kv_heads, tiles, device) for tiles in (1, max(1, rows // 32)))
+            floats = plan_ints(requests, budget) + budget * kv_heads * rows * (head_size_v + 2)
+            most = max(most, 4 * floats + 64)
+    return most
+
+
+def plan_for(
+    seq_lens: torch.Tensor,
+    workspace: torch.Tensor,
+    layout: PageLayout,
+    *,
+    q_heads: int,
+    kv_heads: int,
+    q_len: int,
+    sink_tokens: int,
+    recent_tokens: int,
+) -> torch.Tensor:
+    """Plan a step's decode launches once, for all layers that share lengths and heads.
+
+    Args:
+        seq_lens: int32 [R]; workspace: any contiguous tensor with room for the plan,
+            which decode launches then must not use as theirs.
+
+    Returns:
+        int32 plan for `decode(plan=...)`.
+    """
+    budget = _budget(seq_lens.shape[0], q_heads, kv_heads, q_len, layout, seq_lens.device)
+    plan = _as_dtype(workspace, torch.int32)
+    return make_plan(
+        seq_lens, plan, q_len=q_len, budget=budget, sink_tokens=sink_tokens, recent_tokens=recent_tokens
+    )
+
+
+def _as_dtype(workspace: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    require(workspace.is_contiguous(), "the workspace must be contiguous")
+    return workspace.reshape(-1).view(dtype)
+
+
+def _budget(requests: int, q_heads: int, kv_heads: int, q_len: int, layout: PageLayout, device: torch.device) -> int:
+    rows = q_heads // kv_heads * q_len
+    tiles = triton.cdiv(rows, max(16, decode_tile(layout, rows).rows))
+    return item_budget(requests, kv_heads, tiles, device)
+
+
+def decode(
+    q: torch.Tensor,
+    body: torch.Tensor,
+    window: torch.Tensor,
+    body_table: torch.Tensor,
+    window_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    workspace: torch.Tensor,
+    layout: PageLayout,
+    *,
+    q_len: int,
+    scale: float,
+    sink_tokens: int,
+    recent_tokens: int,
+    retained: int,
+    soft_cap: float = 0.0,
+    max_seq_len: int = 0,
+    plan: torch.Tensor | None = None,
+    fast: bool | None = None,
+) -> None:
+    """Attention of `q_len` query tokens per request; store and seal of the step come first.
+
+    No host synchronisation, and a grid that depends on the batch size alone: safe to
+    capture. Requests with seq_len 0 are padding and give zeros.
+
+    Args:
+        q: [R * q_len, Hq, D], fp16 or bf16, last dimension contiguous.
+        body: uint8 [blocks, H, page_bytes]; window: [pages, H, 16, D + E].
+        body_table, window_table: int32 [R, pages]; window entries may be 0 or stale.
+        seq_lens: int32 [R], this step's tokens included.
+        out: [R * q_len, Hq, E], dtype of q, written.
+        workspace: contiguous, at least `workspace_bytes` bytes, overwritten.
+        q_len: query tokens per request, 1 to 16.
+        scale: softmax scale.
+        sink_tokens, recent_tokens: the window in 16 bits; retained: see design, R.
+        soft_cap: logits become cap * tanh(logits / cap) when positive.
+        max_seq_len: upper bound of the lengths; not needed, grids do not depend on it.
+        plan: from `plan_for` with the same lengths; made here when None.
+        fast: force (True) or forbid (False) the Gluon kernel; chosen when None.
+
+    Raises:
+        ValueError: a shape, stride, dtype or number that the kernels do not take.
+    """
+    del max_seq_len
+    heads, requests = body.shape[1], seq_lens.shape[0]
+    _check_decode(q, body, window, body_table, window_table, seq_lens, out, layout, q_len)
+    check_numbers(sink_tokens, recent_tokens, retained, layout)
+    if requests == 0:
+        return
+    q_heads = q.shape[1]
+    rows = q_heads // heads * q_len
+    budget = _budget(requests, q_heads, heads, q_len, layout, q.device)
+    start = (plan_ints(requests, budget) + 3) // 4 * 4
+    need = start + budget * heads * rows * (layout.v_size + 2)
+    floats = _as_dtype(workspace, torch.float32)
+    require(floats.shape[0] >= need, f"the workspace has {floats.shape[0] * 4} bytes, {need * 4} are needed")
+    if plan is None:
+        plan = make_plan(
+            seq_lens, floats.view(torch.int32)[:start], q_len=q_len, budget=budget,
+            sink_tokens=sink_tokens, recent_tokens=recent_tokens,
+        )  # fmt: skip
+    else:
+        check_ints("plan", plan, torch.int32, plan_ints(requests, budget))
+    size = budget * heads * rows
+    acc = floats[start : start + size * layout.v_size].view(budget, heads, rows, layout.v_size)
+    peak, total = floats[start + size * layout.v_size :][: 2 * size].view(2, budget, heads, rows)
+    if fast is None:
+        fast = decode_gluon.available(layout, rows, soft_cap, q.device)
+    launch = decode_gluon.launch if fast else _launch
+    launch(
+        q, body, window, body_table, window_table, seq_lens, plan, acc, peak, total, layout, q_len=q_len,
+        scale=scale, sink_tokens=sink_tokens, recent_tokens=recent_tokens, retained=retained, soft_cap=soft_cap,
+    )  # fmt: skip
+    merge(plan, acc, peak, total, out, requests=requests, q_len=q_len)
+
+
+def _check_decode(q, body, window, body_table, window_table, seq_lens, out, layout, q_len) -> None:  # noqa: ANN001
+    requests, heads = seq_lens.shape[0], body.shape[1]
+    check_body(body, layout)
+    check_rows("q", q, None, layout.head_size)
+    check_window(window, layout, heads, q.dtype)
+    require(1 <= q_len <= MAX_QUERY_TOKENS, f"q_len={q_len}: decode takes 1 to {MAX_QUERY_TOKENS} query tokens")
+    require(q.shape[0] == requests * q_len, f"q has {q.shape[0]} tokens, {requests} requests of {q_len} were announced")
+    require(q.shape[1] % heads == 0, f"{q.shape[1]} query heads are no multiple of {heads} KV heads")
+    check_rows("out", out, q.shape[1], layout.v_size)
+    require(out.dtype == q.dtype and out.shape[0] == q.shape[0], "out must have q's tokens and dtype")
+    check_ints("body_table", body_table, torch.int32, requests, None)
+    check_ints("window_table", window_table, torch.int32, requests, None)
+    check_ints("seq_lens", seq_lens, torch.int32, requests)
+
+
+def _launch(
+    q, body, window, body_table, window_table, seq_lens, plan, acc, peak, total, layout, *,
+    q_len, scale, sink_tokens, recent_tokens, retained, soft_cap,
+) -> None:  # fmt: skip  # noqa: ANN001, ANN003
+    """The plain Triton kernel."""
+    budget, heads, rows, _ = acc.shape
+    tile = decode_tile(layout, rows)
+    channel = layout.key_axis == "channel"
+    decode_kernel[(budget, heads, triton.cdiv(rows, tile.rows))](
+        q, body, window, body_table, window_table, seq_lens, plan, acc, peak, total,
+        q.stride(0), q.stride(1), body.stride(0), body.stride(1),
+        window.stride(0), window.stride(1), window.stride(2), body_table.stride(0), window_table.stride(0),
+        plan.shape[0] - 4 * budget, scale, sink_tokens, recent_tokens, retained,
+        q_len=q_len, H=heads, G=rows // q_len, D=layout.head_size,
+        BD=max(32, triton.next_power_of_2(layout.head_size)), E=layout.v_size, NQ=tile.rows,
+        BN=layout.group_size if channel else PAGE_TOKENS, GROUP=layout.group_size, HEAD_DIM=not channel,
+        SOFT_CAP=soft_cap, O_V_CODES=layout.v_codes, O_K_SCALE=layout.k_scale, O_K_ORIGIN=layout.k_origin,
+        O_V_SCALE=layout.v_scale, O_V_MIN=layout.v_min, WINDOW_PAGE=window_page_tokens(q.element_size()),
+        ASM=not interpreted(), STAGES=tile.stages, num_warps=tile.warps, enable_fp_fusion=True,
+    )  # fmt: skip

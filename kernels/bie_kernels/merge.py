@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merges the partial results of a request's items by their log-sum-exp."""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from bie_kernels.tiles import NEGATIVE
+
+
+@triton.jit
+def merge_kernel(
+    p_plan, p_acc, p_peak, p_total, p_out, s_ot, s_oh, H, q_len,
+    ROWS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """One program: one row (query token and head) of one request; BS items at a time."""
+    i_r, i_h, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, last = tl.load(p_plan + i_r), tl.load(p_plan + i_r + 1)
+    i_e = tl.arange(0, BE)
+    acc = tl.zeros([BE], tl.float32)
+    peak = NEGATIVE * 1.0
+    total = 0.0
+    for block in range(first, last, BS):
+        item = block + tl.arange(0, BS)
+        at = (item.to(tl.int64) * H + i_h) * ROWS + row
+        m = item < last
+        peaks = tl.load(p_peak + at, mask=m, other=NEGATIVE)
+        totals = tl.load(p_total + at, mask=m, other=0.0)
+        part = tl.load(p_acc + at[:, None] * E + i_e[None, :], mask=m[:, None] & (i_e < E)[None, :], other=0.0)
+        new_peak = tl.maximum(peak, tl.max(peaks, 0))
+        alpha = tl.exp2(peak - new_peak)
+        weight = tl.exp2(peaks - new_peak)
+        acc = acc * alpha + tl.sum(part * weight[:, None], 0)
+        total = total * alpha + tl.sum(totals * weight, 0)
+        peak = new_peak
+    # A request without keys (padding) gives zeros.
+    out = acc / tl.where(total == 0.0, 1.0, total)
+    p_row = p_out + (i_r * q_len + row // G).to(tl.int64) * s_ot + (i_h * G + row % G) * s_oh
+    tl.store(p_row + i_e, out.to(p_out.dtype.element_ty), mask=i_e < E)
+
+
+def merge(
+    plan: torch.Tensor,
+    acc: torch.Tensor,
+    peak: torch.Tensor,
+    total: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    requests: int,
+    q_len: int,
+) -> None:
+    """out[r] = sum of a request's partials, weighted by 2 ** peak, over their total.
+
+    Args:
+        plan: int32 plan whose first R + 1 numbers are the requests' first items.
+        acc: fp32 [items, H, rows, E]; peak, total: fp32 [items, H, rows] (base-2 logits).
+        out: [R * q_len, H * G, E], written; rows are (query token, head of the group).
+    """
+    _, heads, rows, size = acc.shape
+    budget = acc.shape[0]
+    block = max(2, min(64, triton.next_power_of_2(triton.cdiv(budget, requests))))
+    merge_kernel[(requests, heads, rows)](
+        plan, acc, peak, total, out, out.stride(0), out.stride(1), heads, q_len,
+        ROWS=rows, G=rows // q_len, E=size, BE=triton.next_power_of_2(size), BS=block,
+        num_warps=1 if block <= 8 else 4, enable_fp_fusion=True,
+    )  # fmt: skip

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pieces that the Triton attention kernels share: the position rule, code tiles, softmax steps.
+
+Orders inside a tile. `tl.dot` wants its operands in the order of MMA fragments, and
+the codes lie in that order in memory, so tiles are left as they come:
+
+* K codes come as [channels, tokens] with channels in *MMA order*; the query is loaded
+  in that order once (`mma_channels`), key metadata is permuted to it per page.
+* V codes come as [channels, tokens] with natural channels and, when PERMUTED, tokens in
+  MMA order (x, t, i1, e); the probabilities are permuted alike in registers.
+
+Token bits: token = 16 x + 8 i1 + 2 t + e. Channel bits of a key, with AL words of 8
+channels for each of 4 threads t: channel = 8 (AL t + al) + 4 i1 + 2 i0 + e.
+"""
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from bie_kernels.layout import PAGE_TOKENS
+from bie_kernels.store import token_slot
+
+_PAGE = tl.constexpr(PAGE_TOKENS)
+LOG2E = tl.constexpr(1.4426950408889634)
+NEGATIVE = tl.constexpr(-1.0e30)
+"""Stands for minus infinity: finite, so that a row without keys makes no NaN."""
+
+_UNPACK = tl.constexpr("""
+{
+.reg .b32 s, a, b, c, d, base_low, base_high;
+lop3.b32 a, $4, 0x000F000F, 0x64006400, 0xEA;
+lop3.b32 b, $4, 0x00F000F0, 0x54005400, 0xEA;
+shr.u32 s, $4, 8;
+lop3.b32 c, s, 0x000F000F, 0x64006400, 0xEA;
+lop3.b32 d, s, 0x00F000F0, 0x54005400, 0xEA;
+mov.b32 base_low, 0xE400E400;
+mov.b32 base_high, 0xD400D400;
+add.rn.f16x2 $0, a, base_low;
+add.rn.f16x2 $1, b, base_high;
+add.rn.f16x2 $2, c, base_low;
+add.rn.f16x2 $3, d, base_high;
+}
+""")
+"""A nibble or-ed into the mantissa of 1024 (low) or 64 (high) is that number plus the code; two at a time."""
+
+
+@triton.jit
+def unpack(x, ASM: tl.constexpr):
+    """int16 -> its four codes as fp16, lowest nibble first. Both ways give the same bits."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _UNPACK, "=r,=r,=r,=r,r", [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return (
+            (x & 15).to(tl.float16), ((x >> 4) & 15).to(tl.float16),
+            ((x >> 8) & 15).to(tl.float16), ((x >> 12) & 15).to(tl.float16),
+        )  # fmt: skip
+
+
+@triton.jit
+def dot16(a, b, acc, ASM: tl.constexpr):
+    """tl.dot of operands in the model's dtype; the interpreter (no ASM) multiplies no bf16."""
+    if ASM:
+        return tl.dot(a, b, acc)
+    else:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+
+
+# -- which positions ----------------------------------------------------------
+@triton.jit
+def resident(pos, p_row, computed, sink_tokens, retained, m_load, WINDOW_PAGE: tl.constexpr):
+    """True where the 16-bit copy of `pos` exists; `p_row` is the request's row of the window table.
+
+    Entries may be stale: below the retained range only sinks count.
+    """
+    entry = tl.load(p_row + pos // WINDOW_PAGE, mask=m_load & (pos < computed), other=0)
+    kept = (entry > 0) & ((pos < sink_tokens) | (pos >= computed - retained))
+    return (pos >= computed) | kept
+
+
+@triton.jit
+def in_window(q_pos, k_pos, sink_tokens, recent_tokens):
+    """The position rule for [rows, keys]: sinks and the recent keys, whatever is resident."""
+    distance = q_pos[:, None] - k_pos[None, :]
+    return (k_pos < sink_tokens)[None, :] | (distance < recent_tokens)
+
+
+@triton.jit
+def page_ranges(computed, seq_len, sink_tokens, recent_tokens, WINDOW_PAGE: tl.constexpr):
+    """Work units of queries at computed..seq_len-1, each about one body page of bytes.
+
+    Returns (sink_end, body_end, pages, window_sinks, window_start, window_pages):
+    body pages [sink_end, body_end) are INT4 for every query; the other body pages need
+    masks; window pages [0, window_sinks) and [window_start, window_pages) may hold
+    16-bit keys.
+    """
+    pages = (seq_len + _PAGE - 1) // _PAGE
+    sink_end = tl.minimum((sink_tokens + _PAGE - 1) // _PAGE, pages)
+    body_end = tl.maximum((computed - recent_tokens + 1) // _PAGE, sink_end)
+    window_pages = (seq_len + WINDOW_PAGE - 1) // WINDOW_PAGE
+    window_sinks = tl.minimum((sink_tokens + WINDOW_PAGE - 1) // WINDOW_PAGE, window_pages)
+    window_start = tl.maximum(tl.maximum(computed - recent_tokens + 1, 0) // WINDOW_PAGE, window_sinks)
+    window_start = tl.minimum(window_start, window_pages)
+    return sink_end, tl.minimum(body_end, pages), pages, window_sinks, window_start, window_pages
+
+
+# -- queries ------------------------------------------------------------------
+@triton.jit
+def mma_channels(BD: tl.constexpr):
+    """Channel at each row of a K code tile."""
+    i = tl.arange(0, BD)
+    return 8 * (((i >> 2) & 3) * (BD // 32) + (i >> 5)) + 4 * ((i >> 4) & 1) + 2 * ((i >> 1) & 1) + (i & 1)
+
+
+@triton.jit
+def _to_mma_order(x, BD: tl.constexpr):
+    """[BD] in natural channel order -> MMA order."""
+    return tl.reshape(tl.permute(tl.reshape(x, [4, BD // 32, 2, 2, 2]), [1, 2, 0, 3, 4]), [BD])
+
+
+@triton.jit
+def normalise(q):
+    """q [rows, channels] -> (fp16 q / f with maximum in [1, 2), f [rows] a power of two).
+
+    Key scales reach 8,736 and queries hundreds: their product would overflow fp16.
+    """
+    peak = tl.max(tl.abs(q.to(tl.float32)), 1)
+    factor = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    factor = tl.where((peak > 1.0e-30) & (peak < 1.0e30), factor, 1.0)
+    return (q.to(tl.float32) / factor[:, None]).to(tl.float16), factor
+
+
+@triton.jit
+def first_rows(x, NQ: tl.constexpr):
+    """The first NQ of the 16 rows of a padded MMA tile, without leaving registers; else x."""
+    if NQ < 16:
+        x, _ = tl.split(tl.permute(tl.reshape(x, [2, NQ, x.shape[1]]), [1, 2, 0]))
+    return x
+
+
+# -- scores -------------------------------------------------------------------
+@triton.jit
+def _key_codes(p_rows, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr):
+    """K codes of BN tokens as fp16 [BD, BN], channels in MMA order; padded channels are 0."""
+    i_t, i_w = tl.arange(0, BN), tl.arange(0, BD // 4)
+    p = p_rows.to(tl.pointer_type(tl.int16)) + i_t[:, None] * (D // 4) + i_w[None, :]
+    if D == BD:
+        x = tl.load(p)
+    else:
+        x = tl.load(p, mask=tl.broadcast_to((i_w < D // 4)[None, :], p.shape), other=0)
+    a, b, c, d = unpack(tl.reshape(x, [BN, 4, BD // 32, 2]), ASM)  # token, t, al, e
+    y = tl.join(tl.join(a, c), tl.join(b, d))  # token, t, al, e, i1, i0
+    return tl.reshape(tl.permute(y, [2, 4, 1, 5, 3, 0]), [BD, BN])
+
+
+@triton.jit
+def int4_scores(
+    q, p_page, sub, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, O_K_SCALE: tl.constexpr, O_K_ORIGIN: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """q.k in fp32 [rows, BN] for tokens BN * sub.. of a page; q fp16 [rows, BD] in MMA order."""
+    y = _key_codes(p_page + sub * (BN * D // 2), D, BD, BN, ASM)
+    p_scale = (p_page + O_K_SCALE).to(tl.pointer_type(tl.float16))
+    p_origin = (p_page + O_K_ORIGIN).to(tl.pointer_type(tl.float16))
+    if HEAD_DIM:
+        # One scale per token and group of channels: one product per group, scaled in fp32.
+        slot = token_slot(sub * BN + tl.arange(0, BN))
+        group = mma_channels(BD) // GROUP
+        s = tl.zeros([q.shape[0], BN], tl.float32)
+        for g in tl.static_range((D + GROUP - 1) // GROUP):
+            part = tl.where((group == g)[None, :], q, 0.0).to(tl.float16)
+            scale = tl.load(p_scale + g * _PAGE + slot).to(tl.float32)
+            zero = tl.load(p_origin + g * _PAGE + slot).to(tl.float32)
+            s += (tl.dot(part, y) - tl.sum(part.to(tl.float32), 1)[:, None] * zero[None, :]) * scale[None, :]
+    else:
+        # The scale folds into q; the minimum is one number per row, exact products summed in fp32.
+        i_c = tl.arange(0, BD)
+        m_c = i_c < D
+        scale = _to_mma_order(tl.load(p_scale + sub * D + i_c, mask=m_c, other=0.0), BD)
+        minimum = _to_mma_order(tl.load(p_origin + sub * D + i_c, mask=m_c, other=0.0), BD)
+        offset = tl.max(tl.dot(q, tl.broadcast_to(minimum[:, None], [BD, 8])), 1)
+        s = tl.dot(q * scale[None, :], y) + offset[:, None]
+    return s
+
+
+# -- softmax ------------------------------------------------------------------
+@triton.jit
+def to_log2(s, factor, SOFT_CAP: tl.constexpr):
+    """Scores -> logits times log2(e); `factor` [rows] holds the softmax scale (and log2(e) without a cap)."""
+    s = s * factor[:, None]
+    if SOFT_CAP > 0:
+        # cap * tanh(s / cap); exp2 saturates to 0 or inf, tanh to -1 or 1.
+        s = (SOFT_CAP * LOG2E) * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / SOFT_CAP)) + 1.0))
+    return s
+
+
+@triton.jit
+def softmax_step(s, mask, peak, total, MASKED: tl.constexpr):
+    """Online softmax: (p, alpha, peak, total) for logits s [rows, keys] in base 2."""
+    if MASKED:
+        s = tl.where(mask, s, NEGATIVE)
+    new_peak = tl.maximum(peak, tl.max(s, 1))
+    alpha = tl.exp2(peak - new_peak)
+    p = tl.exp2(s - new_peak[:, None])
+    if MASKED:
+        p = tl.where(mask, p, 0.0)
+    return p, alpha, new_peak, total * alpha + tl.sum(p, 1)
+
+
+# -- values -------------------------------------------------------------------
+@triton.jit
+def _value_codes(
+    p_group, blocks, sub, GROUP: tl.constexpr, BN: tl.constexpr, PERMUTED: tl.constexpr,
+    WHOLE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """V codes of one group as fp16 [GROUP, BN]; `blocks` of 16 channels exist unless WHOLE."""
+    XN: tl.constexpr = BN // 16
+    i_r, i_h = tl.arange(0, GROUP // 2), tl.arange(0, 8 * XN)
+    if XN == 4:
+        o_h = i_h
+    else:
+        o_h = 8 * (i_h // (2 * XN)) + 2 * XN * sub + i_h % (2 * XN)
+    p = p_group.to(tl.pointer_type(tl.int16)) + i_r[:, None] * 32 + o_h[None, :]
+    if WHOLE:
+        x = tl.load(p)
+    else:
+        x = tl.load(p, mask=tl.broadcast_to((i_r // 8 < blocks)[:, None], p.shape), other=0)
+    a, b, c, d = unpack(tl.reshape(x, [GROUP // 16, 8, 4, XN, 2]), ASM)  # j, g, t, x, e
+    y = tl.join(tl.join(a, c), tl.join(b, d))  # j, g, t, x, e, i1, i0
+    if PERMUTED:
+        y = tl.permute(y, [0, 6, 1, 3, 2, 5, 4])  # channel (j, i0, g), token (x, t, i1, e)
+    else:
+        y = tl.permute(y, [0, 6, 1, 3, 5, 2, 4])  # token (x, i1, t, e): natural
+    return tl.reshape(y, [GROUP, BN])
+
+
+@triton.jit
+def _value_meta(p_meta, sub, BN: tl.constexpr):
+    """Per-token metadata of one group in token order, [BN]."""
+    if BN == _PAGE:
+        x = tl.load(p_meta + tl.arange(0, BN))
+        x = tl.reshape(tl.permute(tl.reshape(x, [4, 4, 2, 2]), [1, 2, 0, 3]), [BN])
+    else:
+        x = tl.load(p_meta + token_slot(sub * BN + tl.arange(0, BN)))
+    return x
+
+
+@triton.jit
+def add_int4_values(
+    p, alpha, acc, low, m_key, p_page, sub, E: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr,
+    O_V_CODES: tl.constexpr, O_V_SCALE: tl.constexpr, O_V_MIN: tl.constexpr, MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """acc = acc * alpha + codes.(p * scale), low = low * alpha + p.minimum, for every group of channels.
+
+    Args:
+        p: fp32 [rows, BN]; alpha: [rows].
+        acc: one fp32 [GROUP, rows] (TRANSPOSED) or [rows, GROUP] per group; low: one [rows] per group.
+        m_key: bool [BN], tokens that a row reads; other metadata may be NaN (MASKED).
+    """
+    VG: tl.constexpr = (E + GROUP - 1) // GROUP
+    p_scale = (p_page + O_V_SCALE).to(tl.pointer_type(tl.float16))
+    p_min = (p_page + O_V_MIN).to(tl.pointer_type(tl.float16))
+    half = p.to(tl.float16)
+    new_acc = ()
+    new_low = ()
+    for g in tl.static_range(VG):
+        scale = _value_meta(p_scale + g * _PAGE, sub, BN)
+        minimum = _value_meta(p_min + g * _PAGE, sub, BN)
+        if MASKED:
+            scale = tl.where(m_key, scale, 0.0).to(tl.float16)
+            minimum = tl.where(m_key, minimum, 0.0).to(tl.float16)
+        v = _value_codes(
+            p_page + O_V_CODES + g * (GROUP * 32), (E - g * GROUP) // 16, sub, GROUP, BN,
+            TRANSPOSED, E >= (g + 1) * GROUP, ASM,
+        )  # fmt: skip
+        weight = half * scale[None, :]
+        if TRANSPOSED:
+            weight = tl.reshape(weight, [p.shape[0], BN // 16, 2, 4, 2])  # row, x, i1, t, e
+            weight = tl.reshape(tl.permute(weight, [1, 3, 2, 4, 0]), [BN, p.shape[0]])
+            new_acc = new_acc + (tl.dot(v, weight, acc[g] * alpha[None, :]),)
+        else:
+            new_acc = new_acc + (tl.dot(weight, tl.trans(v), acc[g] * alpha[:, None]),)
+        new_low = new_low + (low[g] * alpha + tl.sum(half.to(tl.float32) * minimum.to(tl.float32)[None, :], 1),)
+    return new_acc, new_low
+
+
+@triton.jit
+def add_values(
+    p, alpha, acc, low, p_rows, m_rows, E: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """As `add_int4_values` for 16-bit values; `p_rows` [keys] points at each key's value row."""
+    VG: tl.constexpr = (E + GROUP - 1) // GROUP
+    new_acc = ()
+    new_low = ()
+    for g in tl.static_range(VG):
+        i_c = g * GROUP + tl.arange(0, GROUP)
+        v = tl.load(p_rows[:, None] + i_c[None, :], mask=m_rows[:, None] & (i_c < E)[None, :], other=0.0)
+        weight = p.to(v.dtype)
+        if TRANSPOSED:
+            new_acc = new_acc + (dot16(tl.trans(v), tl.trans(weight), acc[g] * alpha[None, :], ASM),)
+        else:
+            new_acc = new_acc + (dot16(weight, v, acc[g] * alpha[:, None], ASM),)
+        new_low = new_low + (low[g] * alpha,)
+    return new_acc, new_low
+
+
+@triton.jit
+def empty_state(NQ: tl.constexpr, E: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """(acc, low, peak, total) before the first key."""
+    acc = ()
+    low = ()
+    for _ in tl.static_range((E + GROUP - 1) // GROUP):
+        if TRANSPOSED:
+            acc = acc + (tl.zeros([GROUP, NQ], tl.float32),)
+        else:
+            acc = acc + (tl.zeros([NQ, GROUP], tl.float32),)
+        low = low + (tl.zeros([NQ], tl.float32),)
+    return acc, low, tl.full([NQ], NEGATIVE, tl.float32), tl.zeros([NQ], tl.float32)

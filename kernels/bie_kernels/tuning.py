@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choices per card, kept as data: programs per multiprocessor, tile sizes, warps, pipeline stages.
+
+Measured on an H200 (see NOTES.md); other cards take the same numbers, limited by their
+shared memory, until somebody measures them.
+"""
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from bie_kernels.layout import PageLayout
+
+PROGRAMS_PER_SM = 8
+"""Decode programs per multiprocessor, one wave: more splits cost more than they balance."""
+
+SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+"""KiB that one program may use, by compute capability."""
+
+INTERPRETED_SMS = 4
+"""Stand-in for the multiprocessor count where there is no card."""
+
+
+def interpreted() -> bool:
+    """True under Triton's interpreter, which knows no inline assembly."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@lru_cache(maxsize=16)
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of `device`."""
+    if device.type != "cuda":
+        return INTERPRETED_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=16)
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability, (0, 0) without a card."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """How decode rows are cut: rows of a program, its warps and pipeline stages."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+def decode_tile(layout: PageLayout, rows: int) -> DecodeTile:
+    """Tile for `rows` = GQA x query tokens of one KV head in the plain Triton kernel."""
+    if rows <= 8:
+        tile = 8
+    elif rows <= 16:
+        tile = 16
+    else:
+        tile = 32
+    wide = max(layout.head_size, layout.v_size) > 128
+    return DecodeTile(tile, 1 if tile <= 16 and not wide else 2, 2)
+
+
+@dataclass(frozen=True)
+class PrefillTile:
+    """Rows of a prefill program (queries x GQA), its warps and stages."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+def prefill_tile(layout: PageLayout, device: torch.device) -> PrefillTile:
+    """Tile of the prefill kernel."""
+    if max(layout.head_size, layout.v_size) > 128:
+        return PrefillTile(64, 4, 1)
+    return PrefillTile(64, 4, 1) if SHARED_MEMORY.get(capability(device), 99) < 128 else PrefillTile(128, 8, 1)
