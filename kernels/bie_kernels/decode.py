@@ -23,16 +23,15 @@ from bie_kernels.merge import merge
 from bie_kernels.plan import item_budget, make_plan, plan_ints
 from bie_kernels.tiles import (
     LOG2E,
-    add_int4_values,
     add_values,
     dot16,
     empty_state,
     first_rows,
     in_window,
-    int4_scores,
     mma_channels,
     normalise,
     page_ranges,
+    page_step,
     resident,
     softmax_step,
     to_log2,
@@ -43,35 +42,6 @@ MAX_QUERY_TOKENS = 16
 """Query tokens per request of a decode or verify launch."""
 
 _PAGE = tl.constexpr(PAGE_TOKENS)
-
-
-@triton.jit
-def _page_step(
-    q, factor, q_pos, state, p_page, page, computed, p_window_row, m_rows, sink_tokens, recent_tokens, retained,
-    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, NQ: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, SOFT_CAP: tl.constexpr, O_V_CODES: tl.constexpr, O_K_SCALE: tl.constexpr,
-    O_K_ORIGIN: tl.constexpr, O_V_SCALE: tl.constexpr, O_V_MIN: tl.constexpr, WINDOW_PAGE: tl.constexpr,
-    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """One body page; BN tokens at a time, a key group on the channel axis."""
-    acc, low, peak, total = state
-    for sub in tl.static_range(_PAGE // BN):
-        s = int4_scores(q, p_page, sub, D, BD, BN, GROUP, HEAD_DIM, O_K_SCALE, O_K_ORIGIN, ASM)
-        s = to_log2(first_rows(s, NQ), factor, SOFT_CAP)
-        mask = None
-        m_key = None
-        if MASKED:
-            pos = page * _PAGE + sub * BN + tl.arange(0, BN)
-            held = resident(pos, p_window_row, computed, sink_tokens, retained, pos >= 0, WINDOW_PAGE)
-            wide = in_window(q_pos, pos, sink_tokens, recent_tokens) & held[None, :]
-            mask = (pos[None, :] <= q_pos[:, None]) & (wide == 0) & m_rows[:, None]
-            m_key = tl.max(mask.to(tl.int32), 0) > 0
-        p, alpha, peak, total = softmax_step(s, mask, peak, total, MASKED)
-        acc, low = add_int4_values(
-            p, alpha, acc, low, m_key, p_page, sub, E, GROUP, BN, O_V_CODES, O_V_SCALE, O_V_MIN,
-            MASKED, TRANSPOSED, ASM,
-        )  # fmt: skip
-    return acc, low, peak, total
 
 
 @triton.jit
@@ -122,7 +92,7 @@ def decode_kernel(
     for u in tl.range(tl.minimum(u_first, body), tl.minimum(u_last, body), num_stages=STAGES):
         page = sink_end + u
         p_page = p_body + tl.load(p_table + page).to(tl.int64) * s_bb + i_h * s_bh
-        state = _page_step(
+        state = page_step(
             q, factor, q_pos, state, p_page, page, computed, p_window_row, m_out,
             sink_tokens, recent_tokens, retained, D, BD, E, NQ, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
             O_K_SCALE, O_K_ORIGIN, O_V_SCALE, O_V_MIN, WINDOW_PAGE, False, True, ASM,
@@ -139,7 +109,7 @@ def decode_kernel(
         reaches = (page * _PAGE + recent_tokens <= seq_len - 1) | (tl.min(held.to(tl.int32), 0) == 0)
         block = tl.load(p_table + page).to(tl.int64)
         if reaches & (block > 0):
-            state = _page_step(
+            state = page_step(
                 q, factor, q_pos, state, p_body + block * s_bb + i_h * s_bh, page, computed, p_window_row, m_out,
                 sink_tokens, recent_tokens, retained, D, BD, E, NQ, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
                 O_K_SCALE, O_K_ORIGIN, O_V_SCALE, O_V_MIN, WINDOW_PAGE, True, True, ASM,

@@ -320,3 +320,32 @@ def empty_state(NQ: tl.constexpr, E: tl.constexpr, GROUP: tl.constexpr, TRANSPOS
             acc = acc + (tl.zeros([NQ, GROUP], tl.float32),)
         low = low + (tl.zeros([NQ], tl.float32),)
     return acc, low, tl.full([NQ], NEGATIVE, tl.float32), tl.zeros([NQ], tl.float32)
+
+
+@triton.jit
+def page_step(
+    q, factor, q_pos, state, p_page, page, computed, p_window_row, m_rows, sink_tokens, recent_tokens, retained,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, NQ: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, SOFT_CAP: tl.constexpr, O_V_CODES: tl.constexpr, O_K_SCALE: tl.constexpr,
+    O_K_ORIGIN: tl.constexpr, O_V_SCALE: tl.constexpr, O_V_MIN: tl.constexpr, WINDOW_PAGE: tl.constexpr,
+    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """One body page; BN tokens at a time, a key group on the channel axis."""
+    acc, low, peak, total = state
+    for sub in tl.static_range(_PAGE // BN):
+        s = int4_scores(q, p_page, sub, D, BD, BN, GROUP, HEAD_DIM, O_K_SCALE, O_K_ORIGIN, ASM)
+        s = to_log2(first_rows(s, NQ), factor, SOFT_CAP)
+        mask = None
+        m_key = None
+        if MASKED:
+            pos = page * _PAGE + sub * BN + tl.arange(0, BN)
+            held = resident(pos, p_window_row, computed, sink_tokens, retained, pos >= 0, WINDOW_PAGE)
+            wide = in_window(q_pos, pos, sink_tokens, recent_tokens) & held[None, :]
+            mask = (pos[None, :] <= q_pos[:, None]) & (wide == 0) & m_rows[:, None]
+            m_key = tl.max(mask.to(tl.int32), 0) > 0
+        p, alpha, peak, total = softmax_step(s, mask, peak, total, MASKED)
+        acc, low = add_int4_values(
+            p, alpha, acc, low, m_key, p_page, sub, E, GROUP, BN, O_V_CODES, O_V_SCALE, O_V_MIN,
+            MASKED, TRANSPOSED, ASM,
+        )  # fmt: skip
+    return acc, low, peak, total

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill: mixed batches of any query lengths, INT4 body from the packed pages, band and sinks in 16 bits.
+
+One program serves a tile of query rows (query token, head of the group) of one request
+and KV head and walks its keys once: body pages that are INT4 for the whole tile without
+masks, the few at the edges with masks, then the 16-bit keys, 64 at a time. Keys of this
+step come from the raw K and V, since a long chunk has no window pages for its middle;
+earlier ones from the window pages. No partial results, no workspace.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from bie_kernels.checks import check_body, check_ints, check_numbers, check_rows, check_window, require
+from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
+from bie_kernels.tiles import (
+    LOG2E,
+    add_values,
+    dot16,
+    empty_state,
+    in_window,
+    mma_channels,
+    normalise,
+    page_ranges,
+    page_step,
+    resident,
+    softmax_step,
+    to_log2,
+)
+from bie_kernels.tuning import interpreted, prefill_tile
+
+_PAGE = tl.constexpr(PAGE_TOKENS)
+_CHUNK = tl.constexpr(64)
+"""16-bit keys of one step."""
+
+
+@triton.jit
+def _find_request(tile, p_starts, requests, BQ: tl.constexpr):
+    """The request of a tile: request r owns the tiles from starts[r] // BQ + r on."""
+    low, high = 0, requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(p_starts + middle) // BQ + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit(do_not_specialize=["requests"])
+def prefill_kernel(
+    p_q, p_k, p_v, p_body, p_window, p_body_table, p_window_table, p_starts, p_lens, p_out,
+    s_qt, s_qh, s_kt, s_kh, s_vt, s_vh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, s_ot, s_oh,
+    requests, scale, sink_tokens, recent_tokens, retained,
+    G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SOFT_CAP: tl.constexpr, O_V_CODES: tl.constexpr,
+    O_K_SCALE: tl.constexpr, O_K_ORIGIN: tl.constexpr, O_V_SCALE: tl.constexpr, O_V_MIN: tl.constexpr,
+    WINDOW_PAGE: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: BM // G query tokens of one request, all heads of one KV head."""
+    BQ: tl.constexpr = BM // G
+    i_h = tl.program_id(0)
+    i_r = _find_request(tl.program_id(1), p_starts, requests, BQ)
+    start = tl.load(p_starts + i_r)
+    q_len = tl.load(p_starts + i_r + 1) - start
+    q_first = (tl.program_id(1) - (start // BQ + i_r)) * BQ
+    if q_first >= q_len:
+        return
+    computed = tl.load(p_lens + i_r) - q_len
+    if computed < 0:
+        return
+    first = computed + q_first
+    end = computed + tl.minimum(q_first + BQ, q_len)
+    i_m = tl.arange(0, BM)
+    i_q = q_first + i_m // G
+    m_row = (i_m < BQ * G) & (i_q < q_len)
+    q_pos = computed + i_q
+    i_token = (start + i_q).to(tl.int64)
+    i_head = i_h * G + i_m % G
+    p_q_row = p_q + i_token * s_qt + i_head * s_qh  # [BM]
+    i_c = mma_channels(BD)
+    q, factor = normalise(tl.load(p_q_row[:, None] + i_c[None, :], mask=m_row[:, None] & (i_c < D)[None, :], other=0.0))
+    if SOFT_CAP > 0:
+        logit_scale = scale
+    else:
+        logit_scale = scale * LOG2E
+    factor = factor * logit_scale
+    state = empty_state(BM, E, GROUP, False)
+    p_table = p_body_table + i_r * s_btr
+    p_window_row = p_window_table + i_r * s_wtr
+    sink_end, body_end, pages, window_sinks, window_start, window_chunks = page_ranges(
+        first, end, sink_tokens, recent_tokens, _CHUNK
+    )
+
+    # 1. INT4 for every query of the tile.
+    for page in tl.range(sink_end, body_end, num_stages=STAGES):
+        p_page = p_body + tl.load(p_table + page).to(tl.int64) * s_bb + i_h * s_bh
+        state = page_step(
+            q, factor, q_pos, state, p_page, page, computed, p_window_row, m_row,
+            sink_tokens, recent_tokens, retained, D, BD, E, BM, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
+            O_K_SCALE, O_K_ORIGIN, O_V_SCALE, O_V_MIN, WINDOW_PAGE, False, False, ASM,
+        )  # fmt: skip
+
+    # 2. INT4 for some: the sinks' pages, then those after body_end.
+    for u in tl.range(0, sink_end + pages - body_end, num_stages=1):
+        page = tl.where(u < sink_end, u, u - sink_end + body_end)
+        i_p = page * _PAGE + WINDOW_PAGE * tl.arange(0, _PAGE // WINDOW_PAGE)
+        held = resident(i_p, p_window_row, computed, sink_tokens, retained, i_p < end, WINDOW_PAGE)
+        reaches = (page * _PAGE + recent_tokens <= end - 1) | (tl.min(held.to(tl.int32), 0) == 0)
+        block = tl.load(p_table + page).to(tl.int64)
+        if reaches & (block > 0):
+            state = page_step(
+                q, factor, q_pos, state, p_body + block * s_bb + i_h * s_bh, page, computed, p_window_row, m_row,
+                sink_tokens, recent_tokens, retained, D, BD, E, BM, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
+                O_K_SCALE, O_K_ORIGIN, O_V_SCALE, O_V_MIN, WINDOW_PAGE, True, False, ASM,
+            )  # fmt: skip
+
+    # 3. The 16-bit keys, queries in their own dtype.
+    acc, low, peak, total = state
+    i_d = tl.arange(0, BD)
+    m_d = i_d < D
+    q_raw = tl.load(p_q_row[:, None] + i_d[None, :], mask=m_row[:, None] & m_d[None, :], other=0.0)
+    flat = tl.full([BM], 1.0, tl.float32) * logit_scale
+    for u in tl.range(0, window_sinks + window_chunks - window_start, num_stages=1):
+        chunk = tl.where(u < window_sinks, u, u - window_sinks + window_start)
+        pos = chunk * _CHUNK + tl.arange(0, _CHUNK)
+        m_raw = pos >= computed
+        entry = tl.load(p_window_row + pos // WINDOW_PAGE, mask=(m_raw == 0) & (pos < end), other=0).to(tl.int64)
+        m_kept = (entry > 0) & ((pos < sink_tokens) | (pos >= computed - retained))
+        m_key = (m_raw | m_kept) & (pos < end) & ((pos < sink_tokens) | (pos > first - recent_tokens))
+        mask = in_window(q_pos, pos, sink_tokens, recent_tokens) & (pos[None, :] <= q_pos[:, None])
+        mask = mask & m_key[None, :] & m_row[:, None]
+        i_raw = (start + pos - computed).to(tl.int64)
+        p_kept = p_window + entry * s_wp + i_h * s_wh + (pos % WINDOW_PAGE) * s_wt
+        p_k_row = tl.where(m_raw, p_k + i_raw * s_kt + i_h * s_kh, p_kept)
+        p_v_row = tl.where(m_raw, p_v + i_raw * s_vt + i_h * s_vh, p_kept + D)
+        k = tl.load(p_k_row[:, None] + i_d[None, :], mask=m_key[:, None] & m_d[None, :], other=0.0)
+        s = dot16(q_raw, tl.trans(k), tl.zeros([BM, _CHUNK], tl.float32), ASM)
+        p, alpha, peak, total = softmax_step(to_log2(s, flat, SOFT_CAP), mask, peak, total, True)
+        acc, low = add_values(p, alpha, acc, low, p_v_row, m_key, E, GROUP, False, ASM)
+
+    total = tl.where(total == 0.0, 1.0, total)
+    p_row = p_out + i_token * s_ot + i_head * s_oh
+    for g in tl.static_range((E + GROUP - 1) // GROUP):
+        i_e = g * GROUP + tl.arange(0, GROUP)
+        part = (acc[g] + low[g][:, None]) / total[:, None]
+        m_out = m_row[:, None] & (i_e < E)[None, :]
+        tl.store(p_row[:, None] + i_e[None, :], part.to(p_out.dtype.element_ty), mask=m_out)
+
+
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    body: torch.Tensor,
+    window: torch.Tensor,
+    body_table: torch.Tensor,
+    window_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    layout: PageLayout,
+    *,
+    scale: float,
+    sink_tokens: int,
+    recent_tokens: int,
+    retained: int,
+    soft_cap: float = 0.0,
+    max_query_len: int = 0,
+    max_seq_len: int = 0,
+) -> None:
+    """Attention of a mixed batch by the position rule; store and seal of the step come first.
+
+    Args:
+        q: [T, Hq, D]; k, v: [T, H, D], [T, H, E], this step's rows (T may include padding).
+        body: uint8 [blocks, H, page_bytes]; window: [pages, H, 16, D + E].
+        body_table, window_table: int32 [R, pages]; window entries may be 0 or stale.
+        query_start_loc: int32 [R + 1]; seq_lens: int32 [R], this step's tokens included.
+        out: [T, Hq, E], dtype of q, written; rows beyond the last query are left alone.
+        scale: softmax scale.
+        sink_tokens, recent_tokens: the window in 16 bits; retained: see design, R.
+        soft_cap: logits become cap * tanh(logits / cap) when positive.
+        max_query_len, max_seq_len: upper bounds; not needed, the grid follows from T and R.
+
+    Raises:
+        ValueError: a shape, stride, dtype or number that the kernel does not take.
+    """
+    del max_query_len, max_seq_len
+    heads, requests = body.shape[1], seq_lens.shape[0]
+    check_body(body, layout)
+    check_rows("q", q, None, layout.head_size)
+    check_rows("k", k, heads, layout.head_size)
+    check_rows("v", v, heads, layout.v_size)
+    check_window(window, layout, heads, q.dtype)
+    require(k.dtype == q.dtype and v.dtype == q.dtype, "q, k and v differ in dtype")
+    require(k.shape[0] == q.shape[0] and v.shape[0] == q.shape[0], "q, k and v differ in tokens")
+    require(q.shape[1] % heads == 0, f"{q.shape[1]} query heads are no multiple of {heads} KV heads")
+    check_rows("out", out, q.shape[1], layout.v_size)
+    require(out.dtype == q.dtype and out.shape[0] == q.shape[0], "out must have q's tokens and dtype")
+    check_ints("body_table", body_table, torch.int32, requests, None)
+    check_ints("window_table", window_table, torch.int32, requests, None)
+    check_ints("query_start_loc", query_start_loc, torch.int32, requests + 1)
+    check_ints("seq_lens", seq_lens, torch.int32, requests)
+    check_numbers(sink_tokens, recent_tokens, retained, layout)
+    group = q.shape[1] // heads
+    tile = prefill_tile(layout, q.device)
+    require(group <= tile.rows, f"{group} query heads per KV head: prefill takes at most {tile.rows}")
+    if requests == 0 or q.shape[0] == 0:
+        return
+    channel = layout.key_axis == "channel"
+    tiles = q.shape[0] // (tile.rows // group) + requests
+    prefill_kernel[(heads, tiles)](
+        q, k, v, body, window, body_table, window_table, query_start_loc, seq_lens, out,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        body.stride(0), body.stride(1), window.stride(0), window.stride(1), window.stride(2),
+        body_table.stride(0), window_table.stride(0), out.stride(0), out.stride(1),
+        requests, scale, sink_tokens, recent_tokens, retained,
+        G=group, D=layout.head_size, BD=max(32, triton.next_power_of_2(layout.head_size)), E=layout.v_size,
+        BM=tile.rows, BN=layout.group_size if channel else PAGE_TOKENS, GROUP=layout.group_size,
+        HEAD_DIM=not channel, SOFT_CAP=soft_cap, O_V_CODES=layout.v_codes, O_K_SCALE=layout.k_scale,
+        O_K_ORIGIN=layout.k_origin, O_V_SCALE=layout.v_scale, O_V_MIN=layout.v_min,
+        WINDOW_PAGE=window_page_tokens(q.element_size()), ASM=not interpreted(), STAGES=tile.stages,
+        num_warps=tile.warps, enable_fp_fusion=True,
+    )  # fmt: skip
