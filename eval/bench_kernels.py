@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times the attention kernels of one layer: `python eval/bench_kernels.py --out FILE`.
+
+A correctness gate first: a kernel that misses the oracle is not timed. Times are medians
+of CUDA-graph replays over page tables that rotate through memory much larger than L2,
+16-bit windows included, the plan made once per step as a model's layers share it.
+`gb_per_s` counts the bytes of the cache that a launch must read.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
+
+from bie_kernels import decode, prefill, reference, store  # noqa: E402
+from bie_kernels.layout import PAGE_TOKENS, PageLayout  # noqa: E402
+
+SINK, RECENT, WINDOW_PAGE = 8, 128, 16
+L2_BYTES = 60 << 20
+DEVICE = "cuda"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One line of the results."""
+
+    name: str
+    lengths: tuple[int, ...]
+    kv_heads: int = 8
+    group: int = 4
+    head_size: int = 128
+    q_len: int = 1
+    axis: str = "channel"
+    group_size: int = 64
+
+    @property
+    def layout(self) -> PageLayout:
+        return PageLayout(self.head_size, group_size=self.group_size, key_axis=self.axis)  # type: ignore[arg-type]
+
+
+def uniform(batch: int, context: int, **options) -> Case:
+    """`batch` requests of `context` tokens."""
+    return Case(f"decode {batch}x{context // 1024}k", (context,) * batch, **options)
+
+
+def suites() -> dict[str, list[Case]]:
+    k = 1024
+    ragged = tuple(1024 + i * (31 * 1024) // 31 for i in range(32))
+    return {
+        "decode": [uniform(b, n * k) for b, n in ((1, 8), (1, 64), (8, 32), (32, 8), (32, 32), (64, 32), (64, 64))],
+        "short": [uniform(b, k) for b in (1, 8, 32, 64)],
+        "ragged": [Case("ragged 32 of 1k..32k", ragged)],
+        "verify": [
+            Case(f"verify q{q} {b}x{n}k", (n * k,) * b, q_len=q)
+            for q, b, n in ((6, 8, 32), (6, 1, 64), (6, 32, 32), (2, 8, 32), (4, 8, 32), (9, 8, 32))
+        ],
+        "gqa": [dataclasses.replace(uniform(32, 32 * k), group=g, name=f"gqa {g} 32x32k") for g in (1, 2, 4, 7, 8, 16)],
+        "heads": [
+            dataclasses.replace(uniform(32, 32 * k), head_size=d, name=f"head size {d} 32x32k") for d in (64, 96, 128, 256)
+        ],
+        "axis": [
+            dataclasses.replace(uniform(32, 32 * k), axis="head_dim", name="head_dim 32x32k"),
+            dataclasses.replace(uniform(32, 32 * k), group_size=32, name="group 32 32x32k"),
+        ],
+    }
+
+
+class Pool:
+    """Pages of random content, shared by all cases of a layout."""
+
+    def __init__(self, layout: PageLayout, heads: int, pages: int, dtype: torch.dtype) -> None:
+        self.layout, self.heads, self.dtype = layout, heads, dtype
+        few = 64
+        k = torch.randn(few * PAGE_TOKENS, heads, layout.head_size, device=DEVICE).to(dtype)
+        k += torch.randn(1, heads, layout.head_size, device=DEVICE).to(dtype) * 4
+        v = torch.randn(few * PAGE_TOKENS, heads, layout.v_size, device=DEVICE).to(dtype)
+        self.window = torch.randn(4096, heads, WINDOW_PAGE, layout.head_size + layout.v_size, device=DEVICE).to(dtype)
+        body = torch.zeros(few + 1, heads, layout.page_bytes, dtype=torch.uint8, device=DEVICE)
+        table = torch.arange(1, few + 1, device=DEVICE, dtype=torch.int32)[None]
+        starts = torch.tensor([0, few * PAGE_TOKENS], device=DEVICE, dtype=torch.int32)
+        slots = torch.arange(few * PAGE_TOKENS, device=DEVICE) + PAGE_TOKENS
+        store.store(k, v, body, self.window, slots, torch.full_like(slots, -1), layout)
+        store.seal(
+            k, body, self.window, table, torch.zeros(1, few * 4, device=DEVICE, dtype=torch.int32), starts,
+            starts[1:], layout, sink_tokens=0, retained=191, max_query_len=few * PAGE_TOKENS,
+        )  # fmt: skip
+        self.body = body[1:].repeat(-(-pages // few), 1, 1)
+
+    def tables(self, lengths: tuple[int, ...], sets: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """`sets` pairs of page tables without common pages, as far as the pool reaches."""
+        most = max(-(-n // PAGE_TOKENS) for n in lengths) + 1
+        total = sum(-(-n // PAGE_TOKENS) for n in lengths)
+        order = torch.randperm(self.body.shape[0] - 1, device=DEVICE) + 1
+        result = []
+        for i in range(sets):
+            body = torch.zeros(len(lengths), most, dtype=torch.int32)
+            window = torch.zeros(len(lengths), 4 * most, dtype=torch.int32)
+            start = i * total % max(1, order.shape[0] - total)
+            pages = order[start : start + total].int().cpu()
+            at = 0
+            for r, n in enumerate(lengths):
+                count = -(-n // PAGE_TOKENS)
+                body[r, :count] = pages[at : at + count]
+                at += count
+                held = list(range(1)) + list(range(max(1, (n - 200) // WINDOW_PAGE), -(-n // WINDOW_PAGE)))
+                window[r, held] = torch.randint(1, self.window.shape[0], (len(held),), dtype=torch.int32)
+            result.append((body.to(DEVICE), window.to(DEVICE)))
+        return result
+
+
+def gate(case: Case, dtype: torch.dtype, fast: bool | None) -> float:
+    """Relative error against the oracle on a few short requests of the case's shape."""
+    layout, heads = case.layout, 2
+    lengths = [case.q_len + n for n in (130, 700, 1291)]
+    most = -(-max(lengths) // PAGE_TOKENS)
+    requests = len(lengths)
+    body = torch.full((requests * most + 1, heads, layout.page_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
+    window = torch.full(
+        (requests * most * 4 + 1, heads, WINDOW_PAGE, layout.head_size + layout.v_size), float("nan"),
+        dtype=dtype, device=DEVICE,
+    )  # fmt: skip
+    table = (torch.arange(requests * most, device=DEVICE, dtype=torch.int32) + 1).view(requests, most)
+    window_table = (torch.arange(requests * most * 4, device=DEVICE, dtype=torch.int32) + 1).view(requests, most * 4)
+    offset = torch.randn(1, heads, layout.head_size) * 4
+    keys = [(torch.randn(n, heads, layout.head_size) + offset).to(dtype) for n in lengths]
+    values = [torch.randn(n, heads, layout.v_size).to(dtype) for n in lengths]
+    lens = torch.tensor(lengths, device=DEVICE, dtype=torch.int32)
+    starts = torch.nn.functional.pad(lens.cumsum(0).int(), (1, 0))
+    position = torch.cat([torch.arange(n) for n in lengths]).to(DEVICE)
+    row = torch.repeat_interleave(torch.arange(requests), torch.tensor(lengths)).to(DEVICE)
+    slots = table[row, position // PAGE_TOKENS].long() * PAGE_TOKENS + position % PAGE_TOKENS
+    window_slots = window_table[row, position // WINDOW_PAGE].long() * WINDOW_PAGE + position % WINDOW_PAGE
+    k, v = torch.cat(keys).to(DEVICE), torch.cat(values).to(DEVICE)
+    store.store(k, v, body, window, slots, window_slots, layout)
+    retained = RECENT + case.q_len + 62
+    store.seal(
+        k, body, window, table, window_table, starts, lens, layout, sink_tokens=SINK, retained=retained,
+        max_query_len=max(lengths),
+    )  # fmt: skip
+    q = torch.randn(requests * case.q_len, heads * case.group, layout.head_size).to(dtype)
+    out = torch.full((q.shape[0], q.shape[1], layout.v_size), float("nan"), dtype=dtype, device=DEVICE)
+    numbers = dict(scale=layout.head_size**-0.5, sink_tokens=SINK, recent_tokens=RECENT)
+    decode.decode(
+        q.to(DEVICE), body, window, table, window_table, lens, out, workspace_for(case, requests, heads), layout,
+        q_len=case.q_len, retained=retained, fast=fast, **numbers,
+    )  # fmt: skip
+    want = []
+    for r, n in enumerate(lengths):
+        k4, v4 = reference.quantised_copy(keys[r], values[r], layout, SINK)
+        rows = slice(r * case.q_len, (r + 1) * case.q_len)
+        want.append(reference.attention(q[rows], torch.arange(n - case.q_len, n), keys[r], values[r], k4, v4, **numbers))
+    expected = torch.cat(want)
+    return float((out.float().cpu() - expected).norm() / expected.norm())
+
+
+def workspace_for(case: Case, requests: int, heads: int) -> torch.Tensor:
+    size = decode.workspace_bytes(
+        requests, heads * case.group, case.layout.v_size, case.q_len, kv_heads=heads, device=DEVICE
+    )
+    return torch.empty(size, dtype=torch.uint8, device=DEVICE)
+
+
+def bytes_read(case: Case) -> int:
+    """Bytes of packed pages plus 16-bit windows that one launch reads."""
+    layout = case.layout
+    total = 0
+    for n in case.lengths:
+        wide = min(n, RECENT + SINK + case.q_len - 1)
+        total += (n - wide) * layout.token_bytes + wide * (layout.head_size + layout.v_size) * 2
+    return total * case.kv_heads
+
+
+class Timer:
+    """Median time of one call, from CUDA-graph replays of calls that rotate over inputs."""
+
+    def __init__(self, calls: list[Callable[[], None]]) -> None:
+        self.stream = torch.cuda.Stream()
+        with torch.cuda.stream(self.stream):
+            for call in calls:
+                call()
+            self.stream.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            self.inner = max(8, len(calls))
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                for i in range(self.inner):
+                    calls[i % len(calls)]()
+        self.times: list[float] = []
+
+    def sample(self) -> None:
+        """One replay, in microseconds per call."""
+        with torch.cuda.stream(self.stream):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            self.graph.replay()
+            end.record()
+            end.synchronize()
+            self.times.append(begin.elapsed_time(end) * 1000 / self.inner)
+
+    @property
+    def us(self) -> float:
+        return statistics.median(self.times[2:])
+
+
+def decode_timer(case: Case, pool: Pool, dtype: torch.dtype, fast: bool | None) -> Timer:
+    layout, requests = case.layout, len(case.lengths)
+    size = bytes_read(case)
+    tables = pool.tables(case.lengths, max(1, min(8, 4 * L2_BYTES // size + 1)))
+    lens = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
+    q = torch.randn(requests * case.q_len, case.kv_heads * case.group, layout.head_size, device=DEVICE).to(dtype)
+    out = torch.empty(q.shape[0], q.shape[1], layout.v_size, dtype=dtype, device=DEVICE)
+    work = workspace_for(case, requests, case.kv_heads)
+    plan = decode.plan_for(
+        lens, torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE), layout, q_heads=q.shape[1],
+        kv_heads=case.kv_heads, q_len=case.q_len, sink_tokens=SINK, recent_tokens=RECENT,
+    )  # fmt: skip
+
+    def call(table: torch.Tensor, window_table: torch.Tensor) -> Callable[[], None]:
+        return lambda: decode.decode(
+            q, pool.body, pool.window, table, window_table, lens, out, work, layout, q_len=case.q_len,
+            scale=layout.head_size**-0.5, sink_tokens=SINK, recent_tokens=RECENT, retained=RECENT + case.q_len + 62,
+            plan=plan, fast=fast,
+        )  # fmt: skip
+
+    return Timer([call(*pair) for pair in tables])
+
+
+def baseline_timer(case: Case, dtype: torch.dtype) -> Timer | None:
+    """FlashAttention on a paged 16-bit cache, where vLLM brings it."""
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    requests, size = len(case.lengths), case.head_size
+    pages = sum(-(-n // 16) for n in case.lengths)
+    sets = max(1, min(4, 4 * L2_BYTES // (pages * 16 * case.kv_heads * size * 4) + 1))
+    kv = torch.randn(2, pages * sets + 1, 16, case.kv_heads, size, device=DEVICE, dtype=dtype)
+    most = -(-max(case.lengths) // 16)
+    tables = []
+    order = (torch.randperm(pages * sets, device=DEVICE) + 1).int()
+    for i in range(sets):
+        table, at = torch.zeros(requests, most, dtype=torch.int32, device=DEVICE), i * pages
+        for r, n in enumerate(case.lengths):
+            table[r, : -(-n // 16)] = order[at : at + -(-n // 16)]
+            at += -(-n // 16)
+        tables.append(table)
+    lens = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
+    starts = torch.arange(requests + 1, dtype=torch.int32, device=DEVICE) * case.q_len
+    q = torch.randn(requests * case.q_len, case.kv_heads * case.group, size, device=DEVICE, dtype=dtype)
+    out = torch.empty_like(q)
+
+    def call(table: torch.Tensor) -> Callable[[], None]:
+        return lambda: flash_attn_varlen_func(
+            q, kv[0], kv[1], max_seqlen_q=case.q_len, cu_seqlens_q=starts, max_seqlen_k=max(case.lengths),
+            seqused_k=lens, causal=True, block_table=table, out=out, fa_version=3,
+        )  # fmt: skip
+
+    return Timer([call(table) for table in tables])
+
+
+def copy_bandwidth() -> float:
+    """GB/s of a large device copy, bytes read plus written."""
+    a = torch.randn(1 << 29, device=DEVICE)
+    b = torch.empty_like(a)
+    timer = Timer([lambda: b.copy_(a)])
+    for _ in range(12):
+        timer.sample()
+    return 2 * a.numel() * 4 / timer.us / 1e3
+
+
+def prefill_records(dtype: torch.dtype) -> list[dict]:
+    """Whole prompts and a short continuation of a long one, one layer; the gate is tests/test_prefill.py."""
+    records = []
+    layout = PageLayout(128)
+    for name, done, n in (("prefill 8k", 0, 8192), ("prefill 2k after 30k", 30720, 2048), ("64k cached + 100", 65536, 100)):
+        pool = Pool(layout, 8, 1200, dtype)
+        body_table, window_table = pool.tables((done + n,), 1)[0]
+        q = torch.randn(n, 32, 128, device=DEVICE).to(dtype)
+        k = torch.randn(n, 8, 128, device=DEVICE).to(dtype)
+        v, out = torch.randn_like(k), torch.empty_like(q)
+        starts = torch.tensor([0, n], dtype=torch.int32, device=DEVICE)
+        lens = torch.tensor([done + n], dtype=torch.int32, device=DEVICE)
+
+        def call() -> None:
+            prefill.prefill(
+                q, k, v, pool.body, pool.window, body_table, window_table, starts, lens, out, layout,  # noqa: B023
+                scale=128**-0.5, sink_tokens=SINK, recent_tokens=RECENT, retained=RECENT + 63,
+            )  # fmt: skip
+
+        timer = Timer([call])
+        for _ in range(5):
+            timer.sample()
+        flops = 4 * 32 * 128 * (n * done + n * n / 2)
+        records.append({"case": name, "batch": 1, "context": done + n, "q_len": n, "format": "int4_asym",
+                        "us": round(timer.us, 1), "tflops": round(flops / timer.us / 1e6, 1)})  # fmt: skip
+        print(records[-1], flush=True)
+    return records
+
+
+def write_records(dtype: torch.dtype) -> list[dict]:
+    """Store and seal of a decode step, and of a prefill chunk."""
+    records = []
+    layout = PageLayout(128)
+    for batch, n, label in ((1, 1, "none sealed"), (64, 1, "none sealed"), (64, 1, "all sealed"), (1, 8192, "chunk")):
+        tokens = batch * n
+        length = {"none sealed": 1000, "all sealed": 1024, "chunk": n}[label]
+        pool = Pool(layout, 8, batch * (length // 64 + 1) + 64, dtype)
+        body_table, window_table = pool.tables((length,) * batch, 1)[0]
+        k = torch.randn(tokens, 8, 128, device=DEVICE).to(dtype)
+        v = torch.randn_like(k)
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * n
+        lens = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
+        position = torch.arange(length - n, length, device=DEVICE)
+        slots = (body_table[:, position // 64].long() * 64 + position % 64).reshape(-1)
+        window_slots = (window_table[:, position // 16].long() * 16 + position % 16).reshape(-1)
+        both = {
+            "store": lambda: store.store(k, v, pool.body, pool.window, slots, window_slots, layout),  # noqa: B023
+            "seal": lambda: store.seal(
+                k, pool.body, pool.window, body_table, window_table, starts, lens, layout,  # noqa: B023
+                sink_tokens=SINK, retained=191, max_query_len=n,  # noqa: B023
+            ),
+        }  # fmt: skip
+        for name, call in both.items():
+            timer = Timer([call])
+            for _ in range(7):
+                timer.sample()
+            records.append({"case": f"{name}, {label}", "batch": batch, "context": length, "q_len": n,
+                            "format": "int4_asym", "us": round(timer.us, 2)})  # fmt: skip
+            print(records[-1], flush=True)
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--suites", default="decode,short,ragged,verify,gqa,heads,axis,write,prefill")
+    parser.add_argument("--paths", default="auto,triton", help="auto: the kernel a user gets; triton: the portable one")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--baseline", action="store_true", help="also time FlashAttention 3, if vLLM is importable")
+    parser.add_argument("--samples", type=int, default=15)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    dtype = getattr(torch, args.dtype)
+    bandwidth = copy_bandwidth()
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "card": torch.cuda.get_device_name()}
+    header = {"command": " ".join(sys.argv), "versions": versions, "copy_gb_per_s": round(bandwidth)}
+    print(header, flush=True)
+    records: list[dict] = []
+    pools: dict[PageLayout, Pool] = {}
+    for suite in args.suites.split(","):
+        if suite in ("prefill", "write"):
+            records += prefill_records(dtype) if suite == "prefill" else write_records(dtype)
+            continue
+        for case in suites()[suite]:
+            need = sum(-(-n // PAGE_TOKENS) for n in case.lengths)
+            if case.layout not in pools or pools[case.layout].body.shape[0] < need + 1:
+                pools.clear()
+                pools[case.layout] = Pool(case.layout, case.kv_heads, max(need + 64, 32768), dtype)
+            timers: dict[str, tuple[float, Timer]] = {}
+            for path in args.paths.split(","):
+                fast = {"auto": None, "triton": False, "gluon": True}[path]
+                error = gate(case, dtype, fast)
+                if not error < 8e-3:
+                    print(f"REFUSED {case.name} {path}: relative error {error}", flush=True)
+                    continue
+                timers[path] = (error, decode_timer(case, pools[case.layout], dtype, fast))
+            if args.baseline and (baseline := baseline_timer(case, dtype)):
+                timers["fa3_bf16"] = (0.0, baseline)
+            for _ in range(args.samples):  # interleaved
+                for _, timer in timers.values():
+                    timer.sample()
+            for path, (error, timer) in timers.items():
+                size = bytes_read(case)
+                record = {
+                    "case": case.name, "batch": len(case.lengths), "context": max(case.lengths), "q_len": case.q_len,
+                    "gqa": case.group, "head_size": case.head_size, "axis": case.axis, "group_size": case.group_size,
+                    "format": path if path == "fa3_bf16" else f"int4_asym/{path}", "us": round(timer.us, 2),
+                    "gb_per_s": round(size / timer.us / 1e3), "of_copy": round(size / timer.us / 1e3 / bandwidth, 3),
+                    "rel_err": round(error, 6),
+                }  # fmt: skip
+                records.append(record)
+                print(f"{case.name:24s} {record['format']:18s} {record['us']:9.2f} us {record['gb_per_s']:5d} GB/s "
+                      f"{record['of_copy']:.3f} err {error:.1e}", flush=True)  # fmt: skip
+    if args.out:
+        args.out.write_text(json.dumps(header | {"records": records}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
