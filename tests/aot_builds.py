@@ -23,11 +23,12 @@ from bie_kernels import decode, plan, prefill, store, tuning  # noqa: E402
 from bie_kernels.layout import PAGE_TOKENS, PageLayout  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8",
-    torch.int32: "*i32", torch.int64: "*i64",
+    torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
@@ -51,11 +52,7 @@ def source_of(fn: JITFunction, args: tuple, kwargs: dict) -> tuple[ASTSource, di
             signature[param.name] = "fp32" if isinstance(value, float) else "i32"
             if type(value) is int and value % 16 == 0 and not frozen:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    source = fn.ASTSource if hasattr(fn, "ASTSource") else ASTSource
-    if "gluon" in type(fn).__module__ or getattr(fn, "is_gluon", lambda: False)():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        source = GluonASTSource
+    source = GluonASTSource if isinstance(fn, GluonJITFunction) else ASTSource
     return source(fn, signature, constants, attributes), options
 
 

@@ -107,3 +107,33 @@ def test_refusals() -> None:
         run(batch, q.expand(17, 4, 64), q_len=17)
     with pytest.raises(ValueError, match="announced"):
         run(batch, q, q_len=2)
+
+
+# -- on a card: the fast kernel against the oracle and its plain twin -----------
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [64, 128])
+def test_fast_lengths(size: int, dtype: torch.dtype) -> None:
+    lengths = [1, 63, 64, 65, 127, 129, 131, 136, 137, 200, 330, 777]
+    check(lengths, PageLayout(size), dtype=dtype, pad_requests=2, fast=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("group", "q_len"), [(1, 1), (2, 1), (7, 1), (8, 1), (16, 1), (4, 6), (1, 16), (5, 9)])
+def test_fast_rows(group: int, q_len: int) -> None:
+    check([q_len, 140, 530], PageLayout(128), group=group, q_len=q_len, lookahead=q_len - 1, fast=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [
+    {"sink_tokens": 0}, {"sink_tokens": 20}, {"sink_tokens": 100}, {"dropped": True}, {"recent_tokens": 64},
+    {"dtype": torch.bfloat16, "q_scale": 300.0, "spread": 20000.0, "offset": 0.0, "limit": 0.02},
+])  # fmt: skip
+def test_fast_windows_and_ranges(options: dict) -> None:
+    check([64 * 5 + 1, 64 * 3 + 17, 1000], PageLayout(128), fast=True, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [True, False])
+def test_long_diffuse_attention_on_a_card(fast: bool) -> None:
+    check([16385], PageLayout(128), heads=1, group=4, q_scale=0.05, offset=0.0, limit=1e-3, fast=fast)

@@ -284,7 +284,7 @@ def decode(
     acc = floats[start : start + size * layout.v_size].view(budget, heads, rows, layout.v_size)
     peak, total = floats[start + size * layout.v_size :][: 2 * size].view(2, budget, heads, rows)
     if fast is None:
-        fast = decode_gluon.available(layout, rows, soft_cap, q.device)
+        fast = decode_gluon.available(layout, soft_cap, q.device)
     launch = decode_gluon.launch if fast else _launch
     launch(
         q, body, window, body_table, window_table, seq_lens, plan, acc, peak, total, layout, q_len=q_len,

@@ -1,10 +1,502 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast path of decode (placeholder until the kernel lands)."""
+"""The fast path of decode: the same plan, pages and partials as `decode`, explicit layouts.
+
+One warp is one program. With mma.m16n8k16 (rows of A: g, g + 8; of a thread's lane
+g = lane >> 2, t = lane & 3):
+
+* S = q K^T has the query rows as A and codes as B. Codes lie in memory in the order of
+  B's fragments, so a thread unpacks what it loads; no value changes its thread.
+* O^T = V^T P^T has V's codes as A and P as B: the accumulator of S is P's fragment
+  already. With 8 rows, the 8 padded rows of S are dropped in registers and everything
+  after S works on 8.
+* The key minimum enters as the initial accumulator of S (q times a broadcast column), the
+  value minima as one more A tile whose rows 0-7 and 8-15 repeat those of two groups.
+* Pages come by cp.async into a ring of shared memory, one page ahead.
+
+`assert_trivial` makes the compiler prove that a layout conversion moves nothing.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
+from bie_kernels.tiles import page_ranges as _page_ranges
+from bie_kernels.tuning import capability, interpreted
+
+HEAD_SIZES = (64, 128)
+"""Key and value head sizes of this kernel; others take the plain one."""
+
+_PAGE = gl.constexpr(PAGE_TOKENS)
+_LOG2E = gl.constexpr(1.4426950408889634)
+_NEGATIVE = gl.constexpr(-1.0e30)
+_MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
+_A = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
+_B = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
+_CHUNKS = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))  # 16 bytes a thread
+_TOKEN_META = gl.constexpr(gl.DistributedLinearLayout([[1], [2], [4], [8]], [[16], [32], [0], [0], [0]], [], [], [64]))
+_LOW_TILE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[1, 0, 0], [0, 0, 1], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
+        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [], [], [2, 8, 64],
+    )
+)  # fmt: skip
+_V_TILE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [8, 0], [0, 8], [16, 0], [32, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [64, 16]
+    )
+)
+page_ranges = gluon.jit(_page_ranges.fn)
+# Triton 3.9 renamed the copy.
+_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
-def available(layout, rows, soft_cap, device) -> bool:  # noqa: ANN001
-    """Whether the fast kernel serves this launch."""
-    return False
+@gluon.constexpr_function
+def _rows_layout(rows, columns):
+    """[rows, columns] as in the fragments of A and of accumulators; lanes hold (g, t)."""
+    registers = [[0, 1]] + ([[8, 0]] if rows == 16 else [])
+    step = 8
+    while step < columns:
+        registers.append([0, step])
+        step *= 2
+    return gl.DistributedLinearLayout(registers, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [rows, columns])
 
 
-launch = None
+@gluon.constexpr_function
+def _channel_meta(channels):
+    """[channels], natural order: thread t owns a quarter."""
+    registers = [[1 << i] for i in range((channels // 4).bit_length() - 1)]
+    lanes = [[channels // 4], [channels // 2], [0], [0], [0]]
+    return gl.DistributedLinearLayout(registers, lanes, [], [], [channels])
+
+
+@gluon.constexpr_function
+def _key_rows(tokens, channels):
+    """16-bit rows [tokens, channels]: thread t owns a quarter of the channels of tokens g, g + 8, ..."""
+    registers = [[0, 1 << i] for i in range((channels // 4).bit_length() - 1)]
+    registers += [[8 << i, 0] for i in range((tokens // 8).bit_length() - 1)]
+    lanes = [[0, channels // 4], [0, channels // 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [], [], [tokens, channels])
+
+
+@gluon.constexpr_function
+def _code_chunks(channels):
+    """Halfwords of a page's key codes: thread t owns a quarter of each token's."""
+    return gl.BlockedLayout([channels // 16], [32], [1], [0])
+
+
+# -- unpacking ----------------------------------------------------------------
+_CODES_WITH_BASE = gl.constexpr("""
+{
+.reg .b32 s;
+lop3.b32 $0, $4, 0x000F000F, 0x64006400, 0xEA;
+lop3.b32 $1, $4, 0x00F000F0, 0x54005400, 0xEA;
+shr.u32 s, $4, 8;
+lop3.b32 $2, s, 0x000F000F, 0x64006400, 0xEA;
+lop3.b32 $3, s, 0x00F000F0, 0x54005400, 0xEA;
+}
+""")
+"""1024 + code (nibbles 0 and 2), 64 + code (1 and 3): the caller takes the base off."""
+
+_CODES = gl.constexpr("""
+{
+.reg .b32 s, a, b, c, d, base_low, base_high;
+lop3.b32 a, $4, 0x000F000F, 0x64006400, 0xEA;
+lop3.b32 b, $4, 0x00F000F0, 0x54005400, 0xEA;
+shr.u32 s, $4, 8;
+lop3.b32 c, s, 0x000F000F, 0x64006400, 0xEA;
+lop3.b32 d, s, 0x00F000F0, 0x54005400, 0xEA;
+mov.b32 base_low, 0xE400E400;
+mov.b32 base_high, 0xD400D400;
+add.rn.f16x2 $0, a, base_low;
+add.rn.f16x2 $1, b, base_high;
+add.rn.f16x2 $2, c, base_low;
+add.rn.f16x2 $3, d, base_high;
+}
+""")
+
+
+@gluon.jit
+def _unpack(x, EXACT: gl.constexpr):
+    """int16 -> four fp16 codes; packed asm keeps pairs together."""
+    ASM: gl.constexpr = _CODES if EXACT else _CODES_WITH_BASE
+    return gl.inline_asm_elementwise(
+        ASM, "=r,=r,=r,=r,r", [x], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _key_tile(x, D: gl.constexpr, EXACT: gl.constexpr):
+    """Key codes of a page (int16 [16 D]) -> B operand [D, 64], channels in MMA order."""
+    a, b, c, d = _unpack(gl.reshape(x, [_PAGE, 4, D // 32, 2]), EXACT)  # token, t, al, e
+    y = gl.join(gl.join(a, c), gl.join(b, d))  # token, t, al, e, i1, i0
+    y = gl.reshape(gl.permute(y, [2, 4, 5, 1, 3, 0]), [D, _PAGE])  # al, i1, i0, t, e; token
+    return gl.convert_layout(y, _B, assert_trivial=True)
+
+
+@gluon.jit
+def _value_tile(x):
+    """Value codes of a group (int16 [1024]) -> A operand [64, 64], everything in natural order."""
+    a, b, c, d = _unpack(gl.reshape(x, [4, 8, 4, 4, 2]), True)  # j, g, t, x, e
+    y = gl.join(gl.join(a, c), gl.join(b, d))  # j, g, t, x, e, i1, i0
+    y = gl.reshape(gl.permute(y, [0, 6, 1, 3, 5, 2, 4]), [64, _PAGE])  # j, i0, g; x, i1, t, e
+    return gl.convert_layout(y, _A, assert_trivial=True)
+
+
+@gluon.jit
+def _channels_to_mma(x, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """[D] in natural order -> MMA order, no data moved."""
+    y = gl.reshape(gl.permute(gl.reshape(x, [4, D // 32, 4, 2]), [1, 2, 0, 3]), [D])
+    return gl.convert_layout(y, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _slots_to_tokens(x, LAYOUT: gl.constexpr):
+    """Per-token metadata [64] as stored -> token order."""
+    y = gl.reshape(gl.permute(gl.reshape(x, [4, 4, 2, 2]), [1, 2, 0, 3]), [_PAGE])
+    return gl.convert_layout(y, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _low_tile(first, second):
+    """Value minima of two groups, as stored -> A operand [16, 64]: rows 0-7 the first, 8-15 the second."""
+    y = gl.reshape(gl.permute(gl.reshape(gl.join(first, second), [4, 4, 2, 2, 2]), [4, 1, 2, 0, 3]), [2, _PAGE])
+    y = gl.convert_layout(y, gl.SliceLayout(1, _LOW_TILE), assert_trivial=True)
+    y = gl.reshape(gl.expand_dims(y, 1).broadcast_to([2, 8, _PAGE]), [16, _PAGE])
+    return gl.convert_layout(y, _A, assert_trivial=True)
+
+
+@gluon.jit
+def _repeat8(x):
+    x = gl.join(x, x)
+    x = gl.join(x, x)
+    return gl.join(x, x)
+
+
+@gluon.jit
+def _pad_rows(q, D: gl.constexpr, R: gl.constexpr):
+    """Query rows [R, D] -> A operand [16, D], padded with zeros in registers."""
+    if R == 8:
+        q = gl.join(q, gl.full([8, D], 0.0, q.dtype, _rows_layout(8, D)))
+        q = gl.reshape(gl.permute(q, [2, 0, 1]), [16, D])
+    return gl.convert_layout(q, _A, assert_trivial=True)
+
+
+@gluon.jit
+def _drop_rows(s, R: gl.constexpr, N: gl.constexpr):
+    """Accumulator [16, N] -> its first R rows."""
+    if R == 8:
+        s, _ = gl.split(gl.permute(gl.reshape(s, [2, 8, N]), [1, 2, 0]))
+    return gl.convert_layout(s, _rows_layout(R, N), assert_trivial=True)
+
+
+# -- steps --------------------------------------------------------------------
+@gluon.jit
+def _softmax(s, mask, peak, total, MASKED: gl.constexpr, R: gl.constexpr, N: gl.constexpr):
+    """Online softmax of base-2 logits [R, N]; the row sums stay spread over 8 columns until the end."""
+    TOTAL: gl.constexpr = _rows_layout(R, 8)
+    if MASKED:
+        s = gl.where(mask, s, _NEGATIVE)
+    new_peak = gl.maximum(peak, gl.max(s, 1))
+    alpha = gl.exp2(peak - new_peak)
+    p = gl.exp2(s - gl.expand_dims(new_peak, 1))
+    if MASKED:
+        p = gl.where(mask, p, 0.0)
+    part = gl.convert_layout(gl.sum(gl.reshape(p, [R, N // 8, 8]), 1), TOTAL, assert_trivial=True)
+    total = total * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, TOTAL)), 1) + part
+    columns = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(0, _MMA)), 0)
+    return p, columns, new_peak, total
+
+
+@gluon.jit
+def _page_step(
+    q, factor, x, mask, m_tokens, m_slots, peak, total, acc0, acc1, low,
+    D: gl.constexpr, R: gl.constexpr, MASKED: gl.constexpr, EXACT: gl.constexpr,
+):  # fmt: skip
+    """One body page, as loaded in x = (key codes, value codes 0, 1, key scale, minimum, value scales, minima)."""
+    k, v0, v1, k_scale, k_min, v_scale0, v_scale1, v_min0, v_min1 = x
+    Q: gl.constexpr = _rows_layout(R, D)
+    P: gl.constexpr = _rows_layout(R, 64)
+    scaled = _pad_rows(q * gl.expand_dims(_channels_to_mma(k_scale, D, gl.SliceLayout(0, Q)), 0), D, R)
+    column = gl.expand_dims(_channels_to_mma(k_min, D, gl.SliceLayout(1, _B)), 1).broadcast_to([D, 8])
+    bias = mma_v2(_pad_rows(q, D, R), column, gl.full([16, 8], 0.0, gl.float32, _MMA))
+    if not EXACT:
+        i_c = gl.arange(0, D, layout=gl.SliceLayout(1, _B))
+        base = gl.where(((i_c >> 3) & 1) == 0, -1024.0, -64.0).to(gl.float16)
+        bias = mma_v2(scaled, gl.expand_dims(base, 1).broadcast_to([D, 8]), bias)
+    bias = gl.reshape(gl.permute(_repeat8(bias), [0, 2, 3, 4, 1]), [16, 64])
+    s = mma_v2(scaled, _key_tile(k, D, EXACT), gl.convert_layout(bias, _MMA, assert_trivial=True))
+    s = _drop_rows(s, R, 64) * gl.expand_dims(factor, 1)
+    p, alpha, peak, total = _softmax(s, mask, peak, total, MASKED, R, 64)
+    half = p.to(gl.float16)
+    v_scale0 = _slots_to_tokens(v_scale0, gl.SliceLayout(0, P))
+    if MASKED:  # unwritten values: 0 * NaN is NaN
+        v_scale0 = gl.where(m_tokens, v_scale0, 0.0).to(gl.float16)
+        v_min0 = gl.where(m_slots, v_min0, 0.0).to(gl.float16)
+        v_min1 = gl.where(m_slots, v_min1, 0.0).to(gl.float16)
+    p0 = gl.convert_layout(gl.permute(half * gl.expand_dims(v_scale0, 0), [1, 0]), _B, assert_trivial=True)
+    acc0 = mma_v2(_value_tile(v0), p0, acc0 * alpha)
+    if D == 128:
+        v_scale1 = _slots_to_tokens(v_scale1, gl.SliceLayout(0, P))
+        if MASKED:
+            v_scale1 = gl.where(m_tokens, v_scale1, 0.0).to(gl.float16)
+        p1 = gl.convert_layout(gl.permute(half * gl.expand_dims(v_scale1, 0), [1, 0]), _B, assert_trivial=True)
+        acc1 = mma_v2(_value_tile(v1), p1, acc1 * alpha)
+    plain = gl.convert_layout(gl.permute(half, [1, 0]), _B, assert_trivial=True)
+    low = mma_v2(_low_tile(v_min0, v_min1), plain, low * alpha)
+    return peak, total, acc0, acc1, low
+
+
+@gluon.jit
+def _issue(p_page, ring_k, ring_v, ring_m, stage, D: gl.constexpr):
+    """Start the copy of a page into a stage of the ring."""
+    o = gl.arange(0, 16 * D, layout=_CHUNKS)
+    o_m = gl.arange(0, 4 * D, layout=_CHUNKS)
+    _copy(ring_k.index(stage), p_page + o)
+    _copy(ring_v.index(stage), p_page + 16 * D + o)
+    _copy(ring_m.index(stage), p_page + 32 * D + o_m)
+
+
+@gluon.jit
+def _fetch(ring_k, ring_v, ring_m, stage, D: gl.constexpr):
+    """A stage's page in registers, in the layouts of `_page_step`."""
+    META: gl.constexpr = _channel_meta(D)
+    k = ring_k.index(stage).load(_code_chunks(D))
+    v = ring_v.index(stage)
+    m = ring_m.index(stage)
+    v0 = v.slice(0, 1024).load(_CHUNKS)
+    k_scale = m.slice(0, D).load(META).to(gl.float16, bitcast=True)
+    k_min = m.slice(D, D).load(META).to(gl.float16, bitcast=True)
+    v_scale0 = m.slice(2 * D, 64).load(_TOKEN_META).to(gl.float16, bitcast=True)
+    v_min0 = m.slice(3 * D, 64).load(_TOKEN_META).to(gl.float16, bitcast=True)
+    if D == 128:
+        v1 = v.slice(1024, 1024).load(_CHUNKS)
+        v_scale1 = m.slice(2 * D + 64, 64).load(_TOKEN_META).to(gl.float16, bitcast=True)
+        v_min1 = m.slice(3 * D + 64, 64).load(_TOKEN_META).to(gl.float16, bitcast=True)
+    else:
+        v1 = v0
+        v_scale1 = v_scale0
+        v_min1 = v_min0
+    return k, v0, v1, k_scale, k_min, v_scale0, v_scale1, v_min0, v_min1
+
+
+@gluon.jit
+def _value_rows(p_rows, s_wt, m_key, o_group):
+    """16-bit values of 16 tokens, one group of channels -> A operand [64, 16]."""
+    i_e = gl.arange(0, 64, layout=gl.SliceLayout(1, _V_TILE))
+    i_t = gl.arange(0, 16, layout=gl.SliceLayout(0, _V_TILE))
+    m = gl.convert_layout(m_key, gl.SliceLayout(0, _V_TILE))
+    p = p_rows + o_group + gl.expand_dims(i_t, 0) * s_wt + gl.expand_dims(i_e, 1)
+    v = gl.load(p, mask=gl.expand_dims(m, 0).broadcast_to([64, 16]), other=0.0)
+    return gl.convert_layout(v, _A, assert_trivial=True)
+
+
+@gluon.jit
+def decode_gluon_kernel(
+    p_q, p_body, p_window, p_body_table, p_window_table, p_lens, p_plan, p_acc, p_peak, p_total,
+    s_qt, s_qh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, o_items, scale, sink_tokens, recent_tokens, retained,
+    q_len: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, R: gl.constexpr,
+    WINDOW_PAGE: gl.constexpr, STAGES: gl.constexpr, EXACT: gl.constexpr,
+):  # fmt: skip
+    """One program: one item, one KV head, R rows (query token, head of the group)."""
+    Q: gl.constexpr = _rows_layout(R, D)
+    P: gl.constexpr = _rows_layout(R, 64)
+    W: gl.constexpr = _rows_layout(R, 16)
+    ROWS: gl.constexpr = G * q_len
+    i_item = gl.program_id(0)
+    i_h = gl.program_id(1)
+    row_0 = gl.program_id(2) * R
+    p_item = p_plan + o_items + 4 * i_item
+    i_r = gl.load(p_item)
+    if i_r < 0:
+        return
+    u_first = gl.load(p_item + 1)
+    u_last = gl.load(p_item + 2)
+    seq_len = gl.load(p_lens + i_r)
+    computed = seq_len - q_len
+    sink_end, body_end, pages, window_sinks, window_start, window_pages = page_ranges(
+        computed, seq_len, sink_tokens, recent_tokens, WINDOW_PAGE
+    )
+    p_table = p_body_table + i_r * s_btr
+    p_window_row = p_window_table + i_r * s_wtr
+    p_head = p_body + i_h * s_bh  # int16 elements, as the strides
+    log_scale = scale * _LOG2E
+
+    # Queries, channels in MMA order, a power of two taken off each row.
+    i_row = row_0 + gl.arange(0, R, layout=gl.SliceLayout(1, Q))
+    i_k = gl.arange(0, D, layout=gl.SliceLayout(0, Q))
+    i_c = (D // 4) * ((i_k >> 1) & 3) + 8 * (i_k >> 5) + 2 * ((i_k >> 3) & 3) + (i_k & 1)
+    o_row = (i_r * q_len + i_row // G).to(gl.int64) * s_qt + (i_h * G + i_row % G) * s_qh
+    p_q_tile = p_q + gl.expand_dims(o_row, 1) + gl.expand_dims(i_c, 0)
+    m_q = gl.expand_dims(i_row < ROWS, 1).broadcast_to([R, D])
+    wide = gl.load(p_q_tile, mask=m_q, other=0.0).to(gl.float32)
+    size = gl.max(gl.abs(wide), 1)
+    power = (size.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    power = gl.where((size > 1.0e-30) & (size < 1.0e30), power, 1.0)
+    q = (wide / gl.expand_dims(power, 1)).to(gl.float16)
+    factor = gl.convert_layout(power * log_scale, gl.SliceLayout(1, P))
+
+    peak = gl.full([R], _NEGATIVE, gl.float32, gl.SliceLayout(1, P))
+    total = gl.full([R, 8], 0.0, gl.float32, _rows_layout(R, 8))
+    acc0 = gl.full([64, R], 0.0, gl.float32, _MMA)
+    acc1 = gl.full([64, R], 0.0, gl.float32, _MMA)
+    low = gl.full([16, R], 0.0, gl.float32, _MMA)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ring_k = gl.allocate_shared_memory(gl.int16, [STAGES, 16 * D], FLAT)
+    ring_v = gl.allocate_shared_memory(gl.int16, [STAGES, 16 * D], FLAT)
+    ring_m = gl.allocate_shared_memory(gl.int16, [STAGES, 4 * D], FLAT)
+
+    # 1. INT4 for every query.
+    body = body_end - sink_end
+    first = sink_end + gl.minimum(u_first, body)
+    last = sink_end + gl.minimum(u_last, body)
+    if first < last:
+        for i in gl.static_range(STAGES - 1):
+            if first + i < last:
+                _issue(p_head + gl.load(p_table + first + i).to(gl.int64) * s_bb, ring_k, ring_v, ring_m, i, D)
+            async_copy.commit_group()
+        following = gl.load(p_table + gl.minimum(first + STAGES - 1, last - 1)).to(gl.int64)
+        stage = 0
+        for page in range(first, last):
+            async_copy.wait_group(STAGES - 2)
+            target = stage + STAGES - 1
+            target = gl.where(target >= STAGES, target - STAGES, target)
+            if page + STAGES - 1 < last:
+                _issue(p_head + following * s_bb, ring_k, ring_v, ring_m, target, D)
+            async_copy.commit_group()
+            following = gl.load(p_table + gl.minimum(page + STAGES, last - 1)).to(gl.int64)
+            x = _fetch(ring_k, ring_v, ring_m, stage, D)
+            peak, total, acc0, acc1, low = _page_step(
+                q, factor, x, None, None, None, peak, total, acc0, acc1, low, D, R, False, EXACT
+            )
+            stage = gl.where(stage + 1 >= STAGES, 0, stage + 1)
+        async_copy.wait_group(0)
+
+    # 2. INT4 for some queries or positions.
+    edges = pages - body
+    i_out = row_0 + gl.arange(0, R, layout=gl.SliceLayout(1, P))
+    q_pos = computed + i_out // G
+    for u in range(gl.maximum(u_first, body) - body, gl.minimum(u_last - body, edges)):
+        page = gl.where(u < sink_end, u, u + body)
+        pos = page * _PAGE + gl.arange(0, 64, layout=gl.SliceLayout(0, P))
+        entry = gl.load(p_window_row + pos // WINDOW_PAGE, mask=pos < computed, other=0)
+        held = (pos >= computed) | ((entry > 0) & ((pos < sink_tokens) | (pos >= computed - retained)))
+        block = gl.load(p_table + page).to(gl.int64)
+        reaches = (page * _PAGE + recent_tokens <= seq_len - 1) | (gl.min(held.to(gl.int32), 0) == 0)
+        if reaches & (block > 0):
+            _issue(p_head + block * s_bb, ring_k, ring_v, ring_m, 0, D)
+            async_copy.commit_group()
+            distance = gl.expand_dims(q_pos, 1) - gl.expand_dims(pos, 0)
+            ruled = gl.expand_dims(pos < sink_tokens, 0) | (distance < recent_tokens)
+            wide16 = ruled & gl.expand_dims(held, 0)
+            mask = (distance >= 0) & (wide16 == 0) & gl.expand_dims(i_out < ROWS, 1)
+            i_s = gl.arange(0, 64, layout=_TOKEN_META)
+            token = ((i_s >> 2) & 3) * 16 + ((i_s >> 1) & 1) * 8 + (i_s >> 4) * 2 + (i_s & 1)
+            async_copy.wait_group(0)
+            x = _fetch(ring_k, ring_v, ring_m, 0, D)
+            peak, total, acc0, acc1, low = _page_step(
+                q, factor, x, mask, pos < seq_len, page * _PAGE + token < seq_len,
+                peak, total, acc0, acc1, low, D, R, True, EXACT,
+            )  # fmt: skip
+
+    # 3. The 16-bit window, one window page a step, queries in their own dtype.
+    units = window_sinks + window_pages - window_start
+    w_first = gl.maximum(u_first, pages) - pages
+    w_last = gl.minimum(u_last - pages, units)
+    if w_first < w_last:
+        q_raw = _pad_rows(gl.load(p_q_tile, mask=m_q, other=0.0), D, R)
+        KR: gl.constexpr = _key_rows(16, D)
+        i_t = gl.arange(0, 16, layout=gl.SliceLayout(1, KR))
+        i_d = gl.arange(0, D, layout=gl.SliceLayout(0, KR))
+        o_out = row_0 + gl.arange(0, R, layout=gl.SliceLayout(1, W))
+        w_pos = computed + o_out // G
+        for u in range(w_first, w_last):
+            w_page = gl.where(u < window_sinks, u, u - window_sinks + window_start)
+            entry = gl.load(p_window_row + w_page).to(gl.int64)
+            if entry > 0:
+                p_rows = p_window + entry * s_wp + i_h * s_wh
+                k_pos = w_page * WINDOW_PAGE + i_t
+                m_k = (k_pos < seq_len) & ((k_pos < sink_tokens) | (k_pos >= computed - retained))
+                k = gl.load(
+                    p_rows + gl.expand_dims(i_t, 1) * s_wt + gl.expand_dims(i_d, 0),
+                    mask=gl.expand_dims(m_k, 1).broadcast_to([16, D]), other=0.0,
+                )  # fmt: skip
+                v0 = _value_rows(p_rows, s_wt, m_k, D)
+                k = gl.permute(gl.reshape(k, [16, 4, D // 32, 2, 2, 2]), [2, 3, 4, 1, 5, 0])
+                k = gl.convert_layout(gl.reshape(k, [D, 16]), _B, assert_trivial=True)
+                s = mma_v2(q_raw, k, gl.full([16, 16], 0.0, gl.float32, _MMA))
+                s = _drop_rows(s, R, 16) * log_scale
+                pos = w_page * WINDOW_PAGE + gl.arange(0, 16, layout=gl.SliceLayout(0, W))
+                m_pos = (pos < seq_len) & ((pos < sink_tokens) | (pos >= computed - retained))
+                distance = gl.expand_dims(w_pos, 1) - gl.expand_dims(pos, 0)
+                ruled = gl.expand_dims(pos < sink_tokens, 0) | (distance < recent_tokens)
+                mask = ruled & (distance >= 0) & gl.expand_dims(m_pos, 0) & gl.expand_dims(o_out < ROWS, 1)
+                w_peak = gl.convert_layout(peak, gl.SliceLayout(1, W))
+                p, alpha, w_peak, total = _softmax(s, mask, w_peak, total, True, R, 16)
+                peak = gl.convert_layout(w_peak, gl.SliceLayout(1, P))
+                weight = gl.convert_layout(gl.permute(p.to(k.dtype), [1, 0]), _B, assert_trivial=True)
+                acc0 = mma_v2(v0, weight, acc0 * alpha)
+                if D == 128:
+                    acc1 = mma_v2(_value_rows(p_rows, s_wt, m_k, D + 64), weight, acc1 * alpha)
+                low = low * alpha
+
+    # The minima's rows 0-7 belong to the first group of channels, 8-15 to the second.
+    low0, low1 = gl.split(gl.permute(gl.reshape(low, [2, 8, R]), [1, 2, 0]))
+    i_e = gl.arange(0, 64, layout=gl.SliceLayout(1, _MMA))
+    i_p = row_0 + gl.arange(0, R, layout=gl.SliceLayout(0, _MMA))
+    at = (i_item.to(gl.int64) * H + i_h) * ROWS + i_p
+    p_part = p_acc + gl.expand_dims(at, 0) * D + gl.expand_dims(i_e, 1)
+    m_part = gl.expand_dims(i_p < ROWS, 0).broadcast_to([64, R])
+    low0 = gl.reshape(gl.permute(_repeat8(low0), [2, 3, 4, 0, 1]), [64, R])
+    gl.store(p_part, acc0 + gl.convert_layout(low0, _MMA), mask=m_part)
+    if D == 128:
+        low1 = gl.reshape(gl.permute(_repeat8(low1), [2, 3, 4, 0, 1]), [64, R])
+        gl.store(p_part + 64, acc1 + gl.convert_layout(low1, _MMA), mask=m_part)
+    at = (i_item.to(gl.int64) * H + i_h) * ROWS + i_out
+    gl.store(p_peak + at, peak, mask=i_out < ROWS)
+    sums = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, P))
+    gl.store(p_total + at, sums, mask=i_out < ROWS)
+
+
+# -- launcher -----------------------------------------------------------------
+def available(layout: PageLayout, soft_cap: float, device: torch.device) -> bool:
+    """Whether this kernel serves a launch: common shapes, a card from Ampere on, a known Triton."""
+    return (
+        not interpreted()
+        and capability(device) >= (8, 0)
+        and (3, 6) <= tuple(int(x) for x in triton.__version__.split(".")[:2]) <= (3, 9)
+        and layout.key_axis == "channel"
+        and layout.group_size == 64
+        and layout.head_size in HEAD_SIZES
+        and layout.v_size == layout.head_size
+        and soft_cap == 0.0
+    )
+
+
+STAGES = 2
+"""Pages in the ring."""
+
+EXACT_KEYS = True
+"""Take the base off key codes too, rather than off the scores."""
+
+
+def launch(
+    q, body, window, body_table, window_table, seq_lens, plan, acc, peak, total, layout, *,
+    q_len, scale, sink_tokens, recent_tokens, retained, soft_cap,
+) -> None:  # fmt: skip
+    """As `decode._launch`; shapes are checked by `decode.decode`."""
+    del soft_cap
+    budget, heads, rows, _ = acc.shape
+    tile = 8 if rows <= 8 else 16
+    decode_gluon_kernel[(budget, heads, triton.cdiv(rows, tile))](
+        q, body.view(torch.int16), window, body_table, window_table, seq_lens, plan, acc, peak, total,
+        q.stride(0), q.stride(1), body.stride(0) // 2, body.stride(1) // 2,
+        window.stride(0), window.stride(1), window.stride(2), body_table.stride(0), window_table.stride(0),
+        plan.shape[0] - 4 * budget, scale, sink_tokens, recent_tokens, retained,
+        q_len=q_len, H=heads, G=rows // q_len, D=layout.head_size, R=tile,
+        WINDOW_PAGE=window_page_tokens(q.element_size()), STAGES=STAGES, EXACT=EXACT_KEYS,
+        num_warps=1, enable_fp_fusion=True,
+    )  # fmt: skip
