@@ -268,7 +268,7 @@ class RequestStep:
         self.sealed = range(first_sealed, self.seq_len // PAGE_TOKENS)
         """Pages whose last key is written in this step."""
         # Positions below `computed` that a query of this step may want in 16 bits.
-        low = max(0, computed - rule.recent_tokens + 1)
+        low = min(computed, max(0, computed - rule.recent_tokens + 1))
         sinks = torch.arange(min(rule.sink_tokens, computed, low))
         self.past = torch.cat((sinks, torch.arange(low, computed)))
         """Positions before this step in the windows, ascending [n]."""
@@ -376,6 +376,8 @@ def attend(
         q_pos = torch.arange(computed + first, computed + last)
         used = (wide_pos < rule.sink_tokens) | (wide_pos > computed + first - rule.recent_tokens)
         used &= wide_pos < computed + last
+        if not used.any():
+            continue
         distance = q_pos[:, None] - wide_pos[used][None, :]
         seen = (distance >= 0) & ((wide_pos[used] < rule.sink_tokens) | (distance < rule.recent_tokens))
         rows = slice(first * group, last * group)

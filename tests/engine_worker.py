@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs vLLM engines one after the other in a process of its own: JSON job in, pickled results out.
+
+    python engine_worker.py job.json results.pkl
+
+A job is {"engines": [{"llm": {kwargs of LLM}, "steps": [...]}]}; see `run_engines`
+in engine.py for the steps.
+"""
+from __future__ import annotations
+
+import gc
+import json
+import pickle
+import sys
+
+
+def _logprob_table(entries, tokens):  # noqa: ANN001
+    """Per position: the chosen token's log-probability and the top ones as {token: logprob}."""
+    chosen, tops = [], []
+    for token, entry in zip(tokens, entries, strict=True):
+        if entry is None:  # the first prompt position
+            chosen.append(None)
+            tops.append(None)
+            continue
+        chosen.append(entry[token].logprob)
+        tops.append({key: value.logprob for key, value in entry.items()})
+    return chosen, tops
+
+
+def _result(output):  # noqa: ANN001
+    completion = output.outputs[0]
+    result = {"tokens": list(completion.token_ids), "cached": output.num_cached_tokens, "text": completion.text}
+    if completion.logprobs is not None:
+        result["logprobs"], result["top"] = _logprob_table(completion.logprobs, completion.token_ids)
+    if output.prompt_logprobs is not None:
+        table = _logprob_table(output.prompt_logprobs, output.prompt_token_ids)
+        result["prompt_logprobs"], result["prompt_top"] = table
+    return result
+
+
+def _facts(llm) -> dict:  # noqa: ANN001
+    config = llm.llm_engine.vllm_config
+    metrics = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    return {
+        "capacity_tokens": config.cache_config.kv_cache_size_tokens,
+        "num_blocks": config.cache_config.num_gpu_blocks,
+        "block_size": config.cache_config.block_size,
+        "max_model_len": config.model_config.max_model_len,
+        "preemptions": metrics.get("vllm:num_preemptions"),
+        "prefix_queries": metrics.get("vllm:prefix_cache_queries"),
+        "prefix_hits": metrics.get("vllm:prefix_cache_hits"),
+        "usage": metrics.get("vllm:kv_cache_usage_perc"),
+        "draft_tokens": metrics.get("vllm:spec_decode_num_draft_tokens"),
+        "accepted_tokens": metrics.get("vllm:spec_decode_num_accepted_tokens"),
+    }
+
+
+def _staggered(llm, step: dict) -> list[dict]:  # noqa: ANN001
+    """Requests added while others run: entry i joins after `after` engine steps."""
+    from vllm import SamplingParams
+
+    engine, done, count = llm.llm_engine, {}, 0
+    waiting = list(enumerate(zip(step["prompts"], step["after"], strict=True)))
+    while waiting or engine.has_unfinished_requests():
+        while waiting and waiting[0][1][1] <= count:
+            index, (prompt, _) = waiting.pop(0)
+            engine.add_request(str(index), {"prompt_token_ids": prompt}, SamplingParams(**step["sampling"]))
+        for output in engine.step():
+            if output.finished:
+                done[int(output.request_id.split("-")[0])] = output
+        count += 1
+    return [_result(done[index]) for index in range(len(step["prompts"]))]
+
+
+def _cache_views(llm) -> list[tuple]:  # noqa: ANN001
+    """(layer name, shape, bytes of a block) of every bound cache, in-process engines only."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    return [
+        (name, tuple(layer.kv_cache.shape), layer.kv_cache[0].numel() * layer.kv_cache.element_size())
+        for name, layer in layers.items()
+        if hasattr(layer, "kv_cache")
+    ]
+
+
+def _run_step(llm, step: dict):  # noqa: ANN001, ANN202
+    from vllm import SamplingParams
+
+    match step["do"]:
+        case "generate":
+            sampling = SamplingParams(**step["sampling"])
+            prompts = [{"prompt_token_ids": ids} for ids in step["prompts"]]
+            batches = [[p] for p in prompts] if step.get("one_by_one") else [prompts]
+            return [_result(o) for batch in batches for o in llm.generate(batch, sampling, use_tqdm=False)]
+        case "staggered":
+            return _staggered(llm, step)
+        case "facts":
+            return _facts(llm)
+        case "cache_views":
+            return _cache_views(llm)
+        case "reset_prefix_cache":
+            return llm.reset_prefix_cache()
+        case other:
+            raise ValueError(f"unknown step {other}")
+
+
+def main(job_path: str, result_path: str) -> None:
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    with open(job_path) as file:
+        job = json.load(file)
+    results = []
+    for engine in job["engines"]:
+        try:
+            llm = LLM(**engine["llm"])
+        except Exception as error:  # noqa: BLE001 - the test asserts on the message
+            results.append({"error": f"{type(error).__name__}: {error}"})
+        else:
+            results.append([_run_step(llm, step) for step in engine["steps"]])
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+    with open(result_path, "wb") as file:
+        pickle.dump(results, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

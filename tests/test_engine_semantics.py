@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The position rule, end to end: precision depends on positions and on nothing else (prefix caching off)."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from bie_kernels import reference
+from bie_kernels.layout import PageLayout
+from engine import assert_same, generate, greedy, llm, run_engines, tokens
+
+pytestmark = pytest.mark.engine
+
+SINK, RECENT = 8, 128
+
+
+def oracle_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """A transformers attention function that follows `bie_kernels.reference` literally (batch 1, no cache)."""
+    layout = PageLayout(query.shape[-1])
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
+    k4, v4 = reference.quantised_copy(k, v, layout, SINK)
+    out = reference.attention(
+        q, torch.arange(q.shape[0]), k, v, k4, v4, scale=scaling, sink_tokens=SINK, recent_tokens=RECENT
+    )
+    return out[None].to(query.dtype), None
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    """model folder -> function(token ids) -> log-probabilities [T, vocab] of the reference model in fp32."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register("int4_asym_oracle", oracle_attention)
+    models = {}
+
+    def run(folder: str, ids: list[int]) -> torch.Tensor:
+        if folder not in models:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            model.set_attn_implementation("int4_asym_oracle")
+            models[folder] = model.eval()
+        with torch.inference_mode():
+            logits = models[folder](torch.tensor([ids]), use_cache=False).logits[0]
+        return logits.log_softmax(-1)
+
+    return run
+
+
+def check_against_oracle(oracle, model: str, prompts: list[list[int]], results: list[dict]) -> None:
+    """Teacher-forced along the engine's greedy tokens: same log-probabilities, and each token the oracle's best."""
+    differences, regrets = [], []
+    for prompt, result in zip(prompts, results, strict=True):
+        ids = prompt + result["tokens"]
+        logprobs = oracle(model, ids[:-1])[len(prompt) - 1 :]
+        chosen = logprobs.gather(1, torch.tensor(result["tokens"])[:, None])[:, 0].numpy()
+        differences.append(np.abs(chosen - np.array(result["logprobs"])))
+        regrets.append(logprobs.amax(-1).numpy() - chosen)
+    difference, regret = np.concatenate(differences), np.concatenate(regrets)
+    assert np.median(difference) < 1e-3 and difference.max() < 0.05, (np.median(difference), difference.max())
+    # A greedy token may only differ from the oracle's best within the same noise.
+    assert regret.max() < 0.05, regret.max()
+
+
+@pytest.mark.parametrize("model", ["model_64", "model_128"])
+def test_position_rule_equals_reference_at_every_residue(model, request, oracle):
+    model = request.getfixturevalue(model)
+    if model.endswith("d128"):
+        lengths = [1, 63, 64, 65, 127, 129, 136, 200, 256, 321]
+    else:
+        edges = {1, 7, 8, 9, 127, 128, 129, 135, 136, 137, 191, 192, 193, 255, 256, 257, 600}
+        lengths = sorted(edges | set(range(192, 256)))  # every residue of the page
+    prompts = [tokens(n, seed=n) for n in lengths]
+    ((results,),) = run_engines([{"llm": llm(model), "steps": [generate(prompts)]}])
+    check_against_oracle(oracle, model, prompts, results)
+
+
+def test_chunk_size_does_not_matter(model_64):
+    prompts = [tokens(n, seed=n) for n in (5, 100, 200, 333, 700, 1000)]
+    small, middle, large = run_engines(
+        [
+            {"llm": llm(model_64, max_num_batched_tokens=size, max_num_seqs=8), "steps": [generate(prompts)]}
+            for size in (64, 256, 2048)
+        ]
+    )
+    assert_same(small[0], large[0], shared=0.8)
+    assert_same(middle[0], large[0], shared=0.8)
+
+
+def test_batch_does_not_matter(model_64):
+    prompts = [tokens(n, seed=n) for n in (3, 64, 130, 200, 450, 900)]
+    ((together, alone),) = run_engines(
+        [{"llm": llm(model_64), "steps": [generate(prompts), generate(prompts, one_by_one=True)]}]
+    )
+    assert_same(together, alone, shared=0.8)
+
+
+def test_preempted_equals_uninterrupted(model_64):
+    prompts = [tokens(n, seed=n) for n in (200, 230, 260, 290)]
+    steps = [generate(prompts, n=160), {"do": "facts"}]
+    ample, tight = run_engines(
+        [
+            {"llm": llm(model_64), "steps": steps},
+            # A prompt takes about 30 pages (4 body, 26 window), and grows by 3: three fit until they grow.
+            {"llm": llm(model_64, num_gpu_blocks_override=95, max_model_len=512), "steps": steps},
+        ]
+    )
+    assert ample[1]["preemptions"] == 0 and tight[1]["preemptions"] > 0
+    assert_same(ample[0], tight[0], shared=0.8)
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 8])
+def test_speculation_equals_none(model_64, drafts):
+    # Repetition gives the n-gram proposer something to propose, a random model rejects most of it.
+    pattern = tokens(40, seed=9)
+    prompts = [pattern * 6, pattern * 3 + tokens(30, seed=4), tokens(100, seed=5) + pattern * 4]
+    speculative = llm(
+        model_64,
+        speculative_config={"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3,
+                            "prompt_lookup_min": 1},
+    )  # fmt: skip
+    steps = [generate(prompts, n=96), {"do": "facts"}]
+    # One process each: vLLM's kernel overrides do not survive a change of speculation settings.
+    ((plain, _),) = run_engines([{"llm": llm(model_64), "steps": steps}])
+    ((drafted, facts),) = run_engines([{"llm": speculative, "steps": steps}])
+    assert facts["draft_tokens"] > 50 and facts["accepted_tokens"] < facts["draft_tokens"]
+    assert_same(plain, drafted, shared=0.8)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"key_axis": "head_dim", "recent_tokens": 0, "sink_tokens": 0},
+        {"group_size": 32, "sink_tokens": 0, "recent_tokens": 64},
+        {"sink_tokens": 64, "recent_tokens": 300},
+    ],
+)
+def test_other_settings_chunk_and_batch(model_64, settings):
+    prompts = [tokens(n, seed=n) for n in (5, 100, 333, 700)]
+    one, two = run_engines(
+        [
+            {"llm": llm(model_64, settings=settings, max_num_batched_tokens=96, max_num_seqs=8),
+             "steps": [generate(prompts)]},
+            {"llm": llm(model_64, settings=settings), "steps": [generate(prompts, one_by_one=True)]},
+        ]
+    )  # fmt: skip
+    assert_same(one[0], two[0], shared=0.75)
+
+
+def test_nan_cannot_cross_requests(model_64):
+    """Requests share pages' memory over time: a pool small enough to reuse every page stays finite."""
+    rounds = [generate([tokens(500, seed=s), tokens(300, seed=s + 50)], n=24) for s in range(6)]
+    fresh = run_engines([{"llm": llm(model_64, num_gpu_blocks_override=130, max_model_len=1024), "steps": rounds}])[0]
+    alone = run_engines([{"llm": llm(model_64), "steps": rounds[-1:]}])[0]
+    assert all(np.isfinite(r["logprobs"]).all() for results in fresh for r in results)
+    assert_same(fresh[-1], alone[0], shared=0.8)
+
+
+def test_prompt_logprobs_equal_decode_logprobs(model_64):
+    """Scoring a text (prefill) and generating it (decode) see the same cache."""
+    prompt = tokens(300, seed=1)
+    ((generated,),) = run_engines([{"llm": llm(model_64), "steps": [generate([prompt], n=64)]}])
+    text = prompt + generated[0]["tokens"]
+    step = {"do": "generate", "prompts": [text], "sampling": {**greedy(1), "prompt_logprobs": 1}}
+    ((scored,),) = run_engines([{"llm": llm(model_64), "steps": [step]}])
+    difference = np.abs(np.array(scored[0]["prompt_logprobs"][300:]) - np.array(generated[0]["logprobs"]))
+    assert np.median(difference) < 1e-3 and difference.max() < 0.05
