@@ -97,7 +97,7 @@ class Pool:
 
     def tables(self, lengths: tuple[int, ...], sets: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """`sets` pairs of page tables without common pages, as far as the pool reaches."""
-        most = max(-(-n // PAGE_TOKENS) for n in lengths) + 1
+        most = (max(-(-n // PAGE_TOKENS) for n in lengths) // 16 + 1) * 16  # as wide as a server's, 16-byte rows
         total = sum(-(-n // PAGE_TOKENS) for n in lengths)
         order = torch.randperm(self.body.shape[0] - 1, device=DEVICE) + 1
         result = []

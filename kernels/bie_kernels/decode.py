@@ -35,8 +35,9 @@ from bie_kernels.tiles import (
     resident,
     softmax_step,
     to_log2,
+    window_range,
 )
-from bie_kernels.tuning import decode_tile, interpreted
+from bie_kernels.tuning import decode_tile, interpreted, overlaps
 
 MAX_QUERY_TOKENS = 16
 """Query tokens per request of a decode or verify launch."""
@@ -44,24 +45,26 @@ MAX_QUERY_TOKENS = 16
 _PAGE = tl.constexpr(PAGE_TOKENS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["o_items"])
 def decode_kernel(
-    p_q, p_body, p_window, p_body_table, p_window_table, p_lens, p_plan, p_acc, p_peak, p_total,
+    p_q, p_body, p_window, p_body_table, p_window_table, p_plan, p_acc, p_peak, p_total,
     s_qt, s_qh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, o_items, scale, sink_tokens, recent_tokens, retained,
     q_len: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr,
     NQ: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SOFT_CAP: tl.constexpr,
     O_V_CODES: tl.constexpr, O_K_SCALE: tl.constexpr, O_K_ORIGIN: tl.constexpr, O_V_SCALE: tl.constexpr,
     O_V_MIN: tl.constexpr, WINDOW_PAGE: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one item, one KV head, NQ rows (query token, head of the group)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # the merge may set up while this runs
     i_item, i_h = tl.program_id(0), tl.program_id(1)
     row_0 = tl.program_id(2) * NQ
     p_item = p_plan + o_items + 4 * i_item
     i_r = tl.load(p_item)
     if i_r < 0:
         return
-    u_first, u_last = tl.load(p_item + 1), tl.load(p_item + 2)
-    seq_len = tl.load(p_lens + i_r)
+    u_first, u_last, seq_len = tl.load(p_item + 1), tl.load(p_item + 2), tl.load(p_item + 3)
     computed = seq_len - q_len
     sink_end, body_end, pages, window_sinks, window_start, window_pages = page_ranges(
         computed, seq_len, sink_tokens, recent_tokens, WINDOW_PAGE
@@ -117,8 +120,7 @@ def decode_kernel(
 
     # 3. The 16-bit window, one window page a step, queries in their own dtype.
     acc, low, peak, total = state
-    units = window_sinks + window_pages - window_start
-    w_first, w_last = tl.maximum(u_first, pages) - pages, tl.minimum(u_last - pages, units)
+    w_first, w_last = window_range(u_first, u_last, pages, window_sinks + window_pages - window_start)
     if w_first < w_last:
         i_d = tl.arange(0, BD)
         m_d = i_d < D
@@ -287,7 +289,7 @@ def decode(
         fast = decode_gluon.available(layout, soft_cap, q.device)
     launch = decode_gluon.launch if fast else _launch
     launch(
-        q, body, window, body_table, window_table, seq_lens, plan, acc, peak, total, layout, q_len=q_len,
+        q, body, window, body_table, window_table, plan, acc, peak, total, layout, q_len=q_len,
         scale=scale, sink_tokens=sink_tokens, recent_tokens=recent_tokens, retained=retained, soft_cap=soft_cap,
     )  # fmt: skip
     merge(plan, acc, peak, total, out, requests=requests, q_len=q_len)
@@ -309,7 +311,7 @@ def _check_decode(q, body, window, body_table, window_table, seq_lens, out, layo
 
 
 def _launch(
-    q, body, window, body_table, window_table, seq_lens, plan, acc, peak, total, layout, *,
+    q, body, window, body_table, window_table, plan, acc, peak, total, layout, *,
     q_len, scale, sink_tokens, recent_tokens, retained, soft_cap,
 ) -> None:  # fmt: skip  # noqa: ANN001, ANN003
     """The plain Triton kernel."""
@@ -317,7 +319,7 @@ def _launch(
     tile = decode_tile(layout, rows)
     channel = layout.key_axis == "channel"
     decode_kernel[(budget, heads, triton.cdiv(rows, tile.rows))](
-        q, body, window, body_table, window_table, seq_lens, plan, acc, peak, total,
+        q, body, window, body_table, window_table, plan, acc, peak, total,
         q.stride(0), q.stride(1), body.stride(0), body.stride(1),
         window.stride(0), window.stride(1), window.stride(2), body_table.stride(0), window_table.stride(0),
         plan.shape[0] - 4 * budget, scale, sink_tokens, recent_tokens, retained,
@@ -326,5 +328,6 @@ def _launch(
         BN=layout.group_size if channel else PAGE_TOKENS, GROUP=layout.group_size, HEAD_DIM=not channel,
         SOFT_CAP=soft_cap, O_V_CODES=layout.v_codes, O_K_SCALE=layout.k_scale, O_K_ORIGIN=layout.k_origin,
         O_V_SCALE=layout.v_scale, O_V_MIN=layout.v_min, WINDOW_PAGE=window_page_tokens(q.element_size()),
-        ASM=not interpreted(), STAGES=tile.stages, num_warps=tile.warps, enable_fp_fusion=True,
+        ASM=not interpreted(), STAGES=tile.stages, PDL=overlaps(q.device),
+        num_warps=tile.warps, enable_fp_fusion=True,
     )  # fmt: skip

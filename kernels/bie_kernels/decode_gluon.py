@@ -25,7 +25,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.tiles import page_ranges as _page_ranges
-from bie_kernels.tuning import capability, interpreted
+from bie_kernels.tiles import window_range as _window_range
+from bie_kernels.tuning import capability, interpreted, overlaps
 
 HEAD_SIZES = (64, 128)
 """Key and value head sizes of this kernel; others take the plain one."""
@@ -50,6 +51,7 @@ _V_TILE = gl.constexpr(
     )
 )
 page_ranges = gluon.jit(_page_ranges.fn)
+window_range = gluon.jit(_window_range.fn)
 # Triton 3.9 renamed the copy.
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
@@ -195,14 +197,14 @@ def _drop_rows(s, R: gl.constexpr, N: gl.constexpr):
 
 # -- steps --------------------------------------------------------------------
 @gluon.jit
-def _softmax(s, mask, peak, total, MASKED: gl.constexpr, R: gl.constexpr, N: gl.constexpr):
-    """Online softmax of base-2 logits [R, N]; the row sums stay spread over 8 columns until the end."""
+def _softmax(s, factor, mask, peak, total, MASKED: gl.constexpr, R: gl.constexpr, N: gl.constexpr):
+    """Online softmax of scores [R, N] times factor [R]; the row sums stay spread over 8 columns until the end."""
     TOTAL: gl.constexpr = _rows_layout(R, 8)
     if MASKED:
         s = gl.where(mask, s, _NEGATIVE)
-    new_peak = gl.maximum(peak, gl.max(s, 1))
+    new_peak = gl.maximum(peak, gl.max(s, 1) * factor)  # the factor is positive
     alpha = gl.exp2(peak - new_peak)
-    p = gl.exp2(s - gl.expand_dims(new_peak, 1))
+    p = gl.exp2(s * gl.expand_dims(factor, 1) - gl.expand_dims(new_peak, 1))
     if MASKED:
         p = gl.where(mask, p, 0.0)
     part = gl.convert_layout(gl.sum(gl.reshape(p, [R, N // 8, 8]), 1), TOTAL, assert_trivial=True)
@@ -229,8 +231,8 @@ def _page_step(
         bias = mma_v2(scaled, gl.expand_dims(base, 1).broadcast_to([D, 8]), bias)
     bias = gl.reshape(gl.permute(_repeat8(bias), [0, 2, 3, 4, 1]), [16, 64])
     s = mma_v2(scaled, _key_tile(k, D, EXACT), gl.convert_layout(bias, _MMA, assert_trivial=True))
-    s = _drop_rows(s, R, 64) * gl.expand_dims(factor, 1)
-    p, alpha, peak, total = _softmax(s, mask, peak, total, MASKED, R, 64)
+    s = _drop_rows(s, R, 64)
+    p, alpha, peak, total = _softmax(s, factor, mask, peak, total, MASKED, R, 64)
     half = p.to(gl.float16)
     v_scale0 = _slots_to_tokens(v_scale0, gl.SliceLayout(0, P))
     if MASKED:  # unwritten values: 0 * NaN is NaN
@@ -295,17 +297,27 @@ def _value_rows(p_rows, s_wt, m_key, o_group):
 
 
 @gluon.jit
+def _window_page(u, window_sinks, window_start):
+    """Window page of unit u: the sinks' first, then the recent ones."""
+    return gl.where(u < window_sinks, u, u - window_sinks + window_start)
+
+
+@gluon.jit(do_not_specialize=["o_items"])
 def decode_gluon_kernel(
-    p_q, p_body, p_window, p_body_table, p_window_table, p_lens, p_plan, p_acc, p_peak, p_total,
+    p_q, p_body, p_window, p_body_table, p_window_table, p_plan, p_acc, p_peak, p_total,
     s_qt, s_qh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, o_items, scale, sink_tokens, recent_tokens, retained,
     q_len: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, R: gl.constexpr,
-    WINDOW_PAGE: gl.constexpr, STAGES: gl.constexpr, EXACT: gl.constexpr,
+    WINDOW_PAGE: gl.constexpr, STAGES: gl.constexpr, EXACT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One program: one item, one KV head, R rows (query token, head of the group)."""
     Q: gl.constexpr = _rows_layout(R, D)
     P: gl.constexpr = _rows_layout(R, 64)
     W: gl.constexpr = _rows_layout(R, 16)
     ROWS: gl.constexpr = G * q_len
+    if PDL:  # the merge may set up while this runs
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
     i_item = gl.program_id(0)
     i_h = gl.program_id(1)
     row_0 = gl.program_id(2) * R
@@ -315,7 +327,7 @@ def decode_gluon_kernel(
         return
     u_first = gl.load(p_item + 1)
     u_last = gl.load(p_item + 2)
-    seq_len = gl.load(p_lens + i_r)
+    seq_len = gl.load(p_item + 3)
     computed = seq_len - q_len
     sink_end, body_end, pages, window_sinks, window_start, window_pages = page_ranges(
         computed, seq_len, sink_tokens, recent_tokens, WINDOW_PAGE
@@ -403,9 +415,7 @@ def decode_gluon_kernel(
             )  # fmt: skip
 
     # 3. The 16-bit window, one window page a step, queries in their own dtype.
-    units = window_sinks + window_pages - window_start
-    w_first = gl.maximum(u_first, pages) - pages
-    w_last = gl.minimum(u_last - pages, units)
+    w_first, w_last = window_range(u_first, u_last, pages, window_sinks + window_pages - window_start)
     if w_first < w_last:
         q_raw = _pad_rows(gl.load(p_q_tile, mask=m_q, other=0.0), D, R)
         KR: gl.constexpr = _key_rows(16, D)
@@ -413,9 +423,13 @@ def decode_gluon_kernel(
         i_d = gl.arange(0, D, layout=gl.SliceLayout(0, KR))
         o_out = row_0 + gl.arange(0, R, layout=gl.SliceLayout(1, W))
         w_pos = computed + o_out // G
+        flat = gl.full([R], 1.0, gl.float32, gl.SliceLayout(1, W)) * log_scale
+        following = gl.load(p_window_row + _window_page(w_first, window_sinks, window_start)).to(gl.int64)
         for u in range(w_first, w_last):
-            w_page = gl.where(u < window_sinks, u, u - window_sinks + window_start)
-            entry = gl.load(p_window_row + w_page).to(gl.int64)
+            w_page = _window_page(u, window_sinks, window_start)
+            entry = following
+            ahead = _window_page(gl.minimum(u + 1, w_last - 1), window_sinks, window_start)
+            following = gl.load(p_window_row + ahead).to(gl.int64)
             if entry > 0:
                 p_rows = p_window + entry * s_wp + i_h * s_wh
                 k_pos = w_page * WINDOW_PAGE + i_t
@@ -425,22 +439,24 @@ def decode_gluon_kernel(
                     mask=gl.expand_dims(m_k, 1).broadcast_to([16, D]), other=0.0,
                 )  # fmt: skip
                 v0 = _value_rows(p_rows, s_wt, m_k, D)
+                if D == 128:
+                    v1 = _value_rows(p_rows, s_wt, m_k, D + 64)
                 k = gl.permute(gl.reshape(k, [16, 4, D // 32, 2, 2, 2]), [2, 3, 4, 1, 5, 0])
                 k = gl.convert_layout(gl.reshape(k, [D, 16]), _B, assert_trivial=True)
                 s = mma_v2(q_raw, k, gl.full([16, 16], 0.0, gl.float32, _MMA))
-                s = _drop_rows(s, R, 16) * log_scale
+                s = _drop_rows(s, R, 16)
                 pos = w_page * WINDOW_PAGE + gl.arange(0, 16, layout=gl.SliceLayout(0, W))
                 m_pos = (pos < seq_len) & ((pos < sink_tokens) | (pos >= computed - retained))
                 distance = gl.expand_dims(w_pos, 1) - gl.expand_dims(pos, 0)
                 ruled = gl.expand_dims(pos < sink_tokens, 0) | (distance < recent_tokens)
                 mask = ruled & (distance >= 0) & gl.expand_dims(m_pos, 0) & gl.expand_dims(o_out < ROWS, 1)
                 w_peak = gl.convert_layout(peak, gl.SliceLayout(1, W))
-                p, alpha, w_peak, total = _softmax(s, mask, w_peak, total, True, R, 16)
+                p, alpha, w_peak, total = _softmax(s, flat, mask, w_peak, total, True, R, 16)
                 peak = gl.convert_layout(w_peak, gl.SliceLayout(1, P))
                 weight = gl.convert_layout(gl.permute(p.to(k.dtype), [1, 0]), _B, assert_trivial=True)
                 acc0 = mma_v2(v0, weight, acc0 * alpha)
                 if D == 128:
-                    acc1 = mma_v2(_value_rows(p_rows, s_wt, m_k, D + 64), weight, acc1 * alpha)
+                    acc1 = mma_v2(v1, weight, acc1 * alpha)
                 low = low * alpha
 
     # The minima's rows 0-7 belong to the first group of channels, 8-15 to the second.
@@ -484,7 +500,7 @@ EXACT_KEYS = True
 
 
 def launch(
-    q, body, window, body_table, window_table, seq_lens, plan, acc, peak, total, layout, *,
+    q, body, window, body_table, window_table, plan, acc, peak, total, layout, *,
     q_len, scale, sink_tokens, recent_tokens, retained, soft_cap,
 ) -> None:  # fmt: skip
     """As `decode._launch`; shapes are checked by `decode.decode`."""
@@ -492,11 +508,11 @@ def launch(
     budget, heads, rows, _ = acc.shape
     tile = 8 if rows <= 8 else 16
     decode_gluon_kernel[(budget, heads, triton.cdiv(rows, tile))](
-        q, body.view(torch.int16), window, body_table, window_table, seq_lens, plan, acc, peak, total,
+        q, body.view(torch.int16), window, body_table, window_table, plan, acc, peak, total,
         q.stride(0), q.stride(1), body.stride(0) // 2, body.stride(1) // 2,
         window.stride(0), window.stride(1), window.stride(2), body_table.stride(0), window_table.stride(0),
         plan.shape[0] - 4 * budget, scale, sink_tokens, recent_tokens, retained,
         q_len=q_len, H=heads, G=rows // q_len, D=layout.head_size, R=tile,
-        WINDOW_PAGE=window_page_tokens(q.element_size()), STAGES=STAGES, EXACT=EXACT_KEYS,
+        WINDOW_PAGE=window_page_tokens(q.element_size()), STAGES=STAGES, EXACT=EXACT_KEYS, PDL=overlaps(q.device),
         num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip

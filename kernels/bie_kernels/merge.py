@@ -7,17 +7,22 @@ import triton
 import triton.language as tl
 
 from bie_kernels.tiles import NEGATIVE
+from bie_kernels.tuning import overlaps
 
 
 @triton.jit
 def merge_kernel(
     p_plan, p_acc, p_peak, p_total, p_out, s_ot, s_oh, H, q_len,
-    ROWS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
+    ROWS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row (query token and head) of one request; BS items at a time."""
-    i_r, i_h, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One program: BE channels of one row (query token and head) of one request; BS items at a time."""
+    CHUNKS: tl.constexpr = (E + BE - 1) // BE
+    i_r, i_h = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(2) // CHUNKS
+    i_e = (tl.program_id(2) % CHUNKS) * BE + tl.arange(0, BE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     first, last = tl.load(p_plan + i_r), tl.load(p_plan + i_r + 1)
-    i_e = tl.arange(0, BE)
     acc = tl.zeros([BE], tl.float32)
     peak = NEGATIVE * 1.0
     total = 0.0
@@ -59,9 +64,12 @@ def merge(
     """
     _, heads, rows, size = acc.shape
     budget = acc.shape[0]
-    block = max(2, min(64, triton.next_power_of_2(triton.cdiv(budget, requests))))
-    merge_kernel[(requests, heads, rows)](
+    # Few requests have many items each: then a program takes few channels, all items at once.
+    block = max(2, min(128, triton.next_power_of_2(triton.cdiv(budget, requests))))
+    channels = min(triton.next_power_of_2(size), max(32, 4096 // block))
+    pdl = overlaps(out.device)
+    merge_kernel[(requests, heads, rows * triton.cdiv(size, channels))](
         plan, acc, peak, total, out, out.stride(0), out.stride(1), heads, q_len,
-        ROWS=rows, G=rows // q_len, E=size, BE=triton.next_power_of_2(size), BS=block,
-        num_warps=1 if block <= 8 else 4, enable_fp_fusion=True,
+        ROWS=rows, G=rows // q_len, E=size, BE=channels, BS=block, PDL=pdl,
+        num_warps=1 if block <= 8 else 4, enable_fp_fusion=True, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cuts a decode batch into work items of equal size, on the device.
 
-An item is (request, first unit, end unit, 0), a unit about one body page of bytes
+An item is (request, first unit, end unit, seq_len), a unit about one body page of bytes
 (`tiles.page_ranges`). A launch has a fixed number of programs per KV head, its budget,
 that depends on the batch size and the card only, so a CUDA graph holds for any lengths:
 the plan finds the smallest item size with which every request fits the budget.
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from bie_kernels.checks import check_ints, require
 from bie_kernels.layout import WINDOW_PAGE_TOKENS
-from bie_kernels.tiles import page_ranges
+from bie_kernels.tiles import WINDOW_WEIGHT, page_ranges
 from bie_kernels.tuning import PROGRAMS_PER_SM, multiprocessors
 
 MIN_UNITS = 2
@@ -50,7 +50,7 @@ def plan_kernel(
     sink_end, body_end, pages, window_sinks, window_start, window_pages = page_ranges(
         seq_len - q_len, seq_len, sink_tokens, recent_tokens, WINDOW_PAGE
     )
-    units = pages + window_sinks + window_pages - window_start  # [BR]
+    units = pages + WINDOW_WEIGHT * (window_sinks + window_pages - window_start)  # [BR]
     units = tl.where(seq_len > 0, units, 0)
     small, large = min_units, tl.maximum(tl.max(units, 0), min_units)
     for _ in range(_SEARCH_STEPS):
@@ -71,6 +71,7 @@ def plan_kernel(
         tl.store(p_item, i_r, mask=mask)
         tl.store(p_item + 1, i * units // whole, mask=mask)
         tl.store(p_item + 2, (i + 1) * units // whole, mask=mask)
+        tl.store(p_item + 3, seq_len, mask=mask)
     i_b = tl.arange(0, BB)
     unused = (i_b >= tl.sum(splits, 0)) & (i_b < budget)
     tl.store(p_items + 4 * i_b, -1, mask=unused)

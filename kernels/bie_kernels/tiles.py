@@ -25,6 +25,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 NEGATIVE = tl.constexpr(-1.0e30)
 """Stands for minus infinity: finite, so that a row without keys makes no NaN."""
 
+WINDOW_WEIGHT = tl.constexpr(2)
+"""Units of a window page: as many bytes as a body page, but read without a pipeline."""
+
 _UNPACK = tl.constexpr("""
 {
 .reg .b32 s, a, b, c, d, base_low, base_high;
@@ -104,6 +107,14 @@ def page_ranges(computed, seq_len, sink_tokens, recent_tokens, WINDOW_PAGE: tl.c
     window_start = tl.maximum(tl.maximum(computed - recent_tokens + 1, 0) // WINDOW_PAGE, window_sinks)
     window_start = tl.minimum(window_start, window_pages)
     return sink_end, tl.minimum(body_end, pages), pages, window_sinks, window_start, window_pages
+
+
+@triton.jit
+def window_range(u_first, u_last, pages, windows):
+    """The window pages [first, last) of an item's units: those that start inside it."""
+    first = (tl.maximum(u_first - pages, 0) + WINDOW_WEIGHT - 1) // WINDOW_WEIGHT
+    last = (tl.maximum(u_last - pages, 0) + WINDOW_WEIGHT - 1) // WINDOW_WEIGHT
+    return first, tl.minimum(last, windows)
 
 
 # -- queries ------------------------------------------------------------------

@@ -43,6 +43,11 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel may be launched before its predecessor ends (Hopper and later)."""
+    return capability(device) >= (9, 0)
+
+
 @dataclass(frozen=True)
 class DecodeTile:
     """How decode rows are cut: rows of a program, its warps and pipeline stages."""
@@ -75,6 +80,9 @@ class PrefillTile:
 
 def prefill_tile(layout: PageLayout, device: torch.device) -> PrefillTile:
     """Tile of the prefill kernel."""
+    if layout.group_size == 32:
+        # Triton 3.6 miscompiles the wgmma products of 32 channels: two warps take mma.sync.
+        return PrefillTile(32, 2, 1)
     if max(layout.head_size, layout.v_size) > 128:
         return PrefillTile(64, 4, 1)
     return PrefillTile(64, 4, 1) if SHARED_MEMORY.get(capability(device), 99) < 128 else PrefillTile(128, 8, 1)
