@@ -44,6 +44,7 @@ class StateCache:
             tensor parallelism does not divide the groups.
         temporal: elements of the recurrent state.
         temporal_itemsize: bytes per element of the recurrent state.
+        checkpoints: states that a sequence holds besides its own two (Mamba-2 keeps one of its prefill).
     """
 
     channels: int
@@ -53,6 +54,7 @@ class StateCache:
     groups: int = 0
     temporal: int = 0
     temporal_itemsize: int = 2
+    checkpoints: int = 0
 
     def page_bytes(self, tp: int) -> int:
         """Bytes on one of `tp` GPUs."""
@@ -232,4 +234,5 @@ def _state(name: str, text: dict[str, Any], itemsize: int) -> StateCache:
         groups=groups,
         temporal=heads * size * state,
         temporal_itemsize=temporal_itemsize,
+        checkpoints=1,
     )

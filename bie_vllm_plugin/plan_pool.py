@@ -196,7 +196,8 @@ def layer_pages(model: ModelShape, fmt: Format, options: EngineOptions) -> tuple
             assert layer.state is not None
             used = layer.state.page_bytes(options.tp)
             # Prefix caching is on by default, and then two states are held.
-            bodies.append(PageSpec("state", tokens, max(used, state_page), used, states=2 + options.drafts))
+            held = 2 + layer.state.checkpoints + options.drafts
+            bodies.append(PageSpec("state", tokens, max(used, state_page), used, states=held))
             continue
         packed = quantised(layer, fmt, skipped)
         kind: PageKind = "full" if layer.kind == "mla" else layer.kind
