@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from bie_kernels import torch_path
-from bie_kernels.layout import PAGE_TOKENS, PageLayout
-from bie_kernels.torch_path import Rule
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from bie_kernels import torch_path
+from bie_kernels.layout import PAGE_TOKENS, PageLayout
+from bie_kernels.torch_path import Rule
 from bie_vllm_plugin import vllm_compat
 from bie_vllm_plugin.cache_spec import retained_tokens
 from bie_vllm_plugin.config import DTYPE_NAME, Int4AsymConfig
@@ -185,13 +185,13 @@ class Int4AsymImpl(AttentionImpl[Int4AsymMetadata]):
 
 def _log_settings(vllm_config: VllmConfig, settings: Int4AsymConfig, names: list[str]) -> None:
     """The start-up line: settings, bytes per token, layers."""
-    layers = vllm_config.compilation_config.static_forward_context
+    layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
     body = sum(
         settings.page_layout(layers[n].head_size, layers[n].head_size_v).token_bytes * layers[n].num_kv_heads
         for n in names
     )
-    itemsize = vllm_config.model_config.dtype.itemsize
-    window = sum((layers[n].head_size + layers[n].head_size_v) * layers[n].num_kv_heads * itemsize for n in names)
+    dtype: Any = vllm_config.model_config.dtype
+    window = sum((layers[n].head_size + layers[n].head_size_v) * layers[n].num_kv_heads * dtype.itemsize for n in names)
     logger.info(
         "KV cache int4_asym: sink_tokens=%d recent_tokens=%d group_size=%d key_axis=%s prefix_hits=%s; "
         "%d bytes per token in the body, %d in the window, on this worker; %d layers: %s",

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bie_kernels.layout import PAGE_TOKENS
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from bie_kernels.layout import PAGE_TOKENS
 from bie_vllm_plugin.cache_spec import WindowSpec
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import torch
-from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
+from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_vllm_plugin.config import Int4AsymConfig
 
 if TYPE_CHECKING:

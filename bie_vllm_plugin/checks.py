@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from bie_kernels.layout import HEAD_SIZES, PAGE_TOKENS
 
+from bie_kernels.layout import HEAD_SIZES, PAGE_TOKENS
 from bie_vllm_plugin.config import DTYPE_NAME, Int4AsymConfig
 
 if TYPE_CHECKING:

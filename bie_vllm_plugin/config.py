@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from bie_kernels.layout import GROUP_SIZES, PAGE_TOKENS, PageLayout
 from pydantic import BaseModel, ConfigDict, StrictInt, ValidationError, field_validator, model_validator
+
+from bie_kernels.layout import GROUP_SIZES, PAGE_TOKENS, PageLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

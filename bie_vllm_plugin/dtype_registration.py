@@ -8,13 +8,15 @@ the pydantic dataclasses that hold it are rebuilt.
 from __future__ import annotations
 
 import sys
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
-from vllm.config import cache as cache_module
+import vllm.config.cache as _cache
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
 from bie_vllm_plugin.config import DTYPE_NAME
+
+cache_module: Any = _cache  # what it offers differs between releases
 
 
 def register_dtype() -> None:
@@ -43,7 +45,8 @@ def _register_public() -> None:
             # Shares its value with another mode in 0.33: nobody may branch on its name.
             return KVQuantMode.CUSTOM
 
-    cache_module.register_kv_cache_dtype(DTYPE_NAME)(Int4AsymHandler)
+    register: Any = cache_module.register_kv_cache_dtype
+    register(DTYPE_NAME)(Int4AsymHandler)
 
 
 def _register_literal() -> None:
@@ -55,12 +58,12 @@ def _register_literal() -> None:
     from vllm.config.cache import CacheConfig
     from vllm.config.vllm import VllmConfig
 
-    new = Literal[(*get_args(old), DTYPE_NAME)]
+    new: Any = Literal[(*get_args(old), DTYPE_NAME)]  # type: ignore[valid-type]
     STR_DTYPE_TO_TORCH_DTYPE[DTYPE_NAME] = torch.uint8
     for module in list(sys.modules.values()):
         if module.__name__.startswith("vllm.") and getattr(module, "CacheDType", None) is old:
             module.CacheDType = new  # type: ignore[attr-defined]
     CacheConfig.__annotations__["cache_dtype"] = new
     CacheConfig.__dataclass_fields__["cache_dtype"].type = new
-    rebuild_dataclass(CacheConfig, force=True)
-    rebuild_dataclass(VllmConfig, force=True)
+    for config in (CacheConfig, VllmConfig):
+        rebuild_dataclass(cast(Any, config), force=True)

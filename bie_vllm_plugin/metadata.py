@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from bie_kernels.torch_path import RequestStep, Rule
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
+
+from bie_kernels.torch_path import RequestStep, Rule
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -169,7 +169,7 @@ def forward_state(layer_name: str) -> tuple[Any, Any]:
     """The forward context's metadata and cache slots of a layer (None, None in profiling runs)."""
     from vllm.forward_context import get_forward_context
 
-    context = get_forward_context()
+    context: Any = get_forward_context()
     metadata = context.attn_metadata
     if isinstance(metadata, list):  # speculative decoding: [0] is the target model's
         metadata = metadata[0]
@@ -193,11 +193,10 @@ def attach_layers(vllm_config: VllmConfig) -> list[str]:
 
     from bie_vllm_plugin.window_layer import WindowLayer, body_spec_of, dense_spec_of
 
-    layers = vllm_config.compilation_config.static_forward_context
+    layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
     ours = []
-    for name, layer in list(layers.items()):
-        if not isinstance(layer, Attention):
-            continue
+    attention: list[tuple[str, Any]] = [(name, layer) for name, layer in layers.items() if isinstance(layer, Attention)]
+    for name, layer in attention:
         if layer.kv_cache_dtype == DTYPE_NAME:
             ours.append(name)
             companion = WindowLayer.name_of(name)

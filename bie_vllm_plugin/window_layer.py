@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from bie_kernels.layout import PAGE_TOKENS
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, replace_as
 
+from bie_kernels.layout import PAGE_TOKENS
 from bie_vllm_plugin.cache_spec import BodySpec, WindowSpec, body_spec, window_spec
 from bie_vllm_plugin.config import Int4AsymConfig
 
@@ -52,12 +52,13 @@ class WindowLayer(AttentionLayerBase):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> WindowSpec:
         """Sinks and recent window in the model's dtype."""
+        dtype: Any = vllm_config.model_config.dtype
         return window_spec(
             Int4AsymConfig.from_vllm(vllm_config),
             self.num_kv_heads,
             self.head_size,
             self.head_size_v,
-            vllm_config.model_config.dtype,
+            dtype,
             lookahead_tokens(vllm_config),
             vllm_config.cache_config.prefix_cache_retention_interval,
         )

@@ -112,7 +112,8 @@ def logprob_differences(a: list[dict], b: list[dict]) -> np.ndarray:
     """
     differences = []
     for one, two in zip(a, b, strict=True):
-        for token_1, token_2, p1, p2 in zip(one["tokens"], two["tokens"], one["logprobs"], two["logprobs"], strict=True):
+        pairs = zip(one["tokens"], two["tokens"], one["logprobs"], two["logprobs"], strict=True)
+        for token_1, token_2, p1, p2 in pairs:
             if token_1 != token_2:
                 # Parting is only legitimate at a tie.
                 differences.append(abs(p1 - p2))
@@ -121,7 +122,9 @@ def logprob_differences(a: list[dict], b: list[dict]) -> np.ndarray:
     return np.array(differences)
 
 
-def assert_same(a: list[dict], b: list[dict], *, median: float = 1e-3, worst: float = 0.05, shared: float = 0.9) -> None:
+def assert_same(
+    a: list[dict], b: list[dict], *, median: float = 1e-3, worst: float = 0.05, shared: float = 0.9
+) -> None:
     """Both runs gave the same log-probabilities up to rounding noise, over most of their tokens."""
     differences = logprob_differences(a, b)
     total = sum(len(one["tokens"]) for one in a)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.torch_path import RequestStep, Rule, attend, seal, store
 

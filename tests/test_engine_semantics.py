@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from engine import assert_same, generate, greedy, llm, run_engines, tokens
+
 from bie_kernels import reference
 from bie_kernels.layout import PageLayout
-from engine import assert_same, generate, greedy, llm, run_engines, tokens
 
 pytestmark = pytest.mark.engine
 
