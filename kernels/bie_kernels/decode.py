@@ -28,13 +28,12 @@ from bie_kernels.tiles import (
     empty_state,
     first_rows,
     in_window,
-    mma_channels,
     normalise,
     page_ranges,
     page_step,
     resident,
+    row_channels,
     softmax_step,
-    to_log2,
     window_range,
 )
 from bie_kernels.tuning import decode_tile, interpreted, overlaps
@@ -74,7 +73,7 @@ def decode_kernel(
     i_row = row_0 + tl.arange(0, MMA_ROWS)
     m_row = (tl.arange(0, MMA_ROWS) < NQ) & (i_row < ROWS)
     p_q_row = p_q + (i_r * q_len + i_row // G).to(tl.int64) * s_qt + (i_h * G + i_row % G) * s_qh  # [MMA_ROWS]
-    i_c = mma_channels(BD)
+    i_c = row_channels(BD, True)
     m_q = m_row[:, None] & (i_c < D)[None, :]
     q, factor = normalise(tl.load(p_q_row[:, None] + i_c[None, :], mask=m_q, other=0.0))
     if SOFT_CAP > 0:
@@ -137,8 +136,8 @@ def decode_kernel(
                 p_rows = p_window + entry * s_wp + i_h * s_wh + tl.arange(0, WINDOW_PAGE) * s_wt
                 k = tl.load(p_rows[:, None] + i_d[None, :], mask=m_key[:, None] & m_d[None, :], other=0.0)
                 s = dot16(q_raw, tl.trans(k), tl.zeros([MMA_ROWS, WINDOW_PAGE], tl.float32), ASM)
-                s = to_log2(first_rows(s, NQ), flat, SOFT_CAP)
-                p, alpha, peak, total = softmax_step(s, mask, peak, total, True)
+                s = first_rows(s, NQ)
+                p, alpha, peak, total = softmax_step(s, flat, mask, peak, total, SOFT_CAP, True)
                 acc, low = add_values(p, alpha, acc, low, p_rows + D, m_key, E, GROUP, True, ASM)
 
     at = (i_item.to(tl.int64) * H + i_h) * ROWS + i_out

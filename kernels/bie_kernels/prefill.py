@@ -21,13 +21,11 @@ from bie_kernels.tiles import (
     dot16,
     empty_state,
     in_window,
-    mma_channels,
     normalise,
     page_ranges,
     page_step,
     resident,
     softmax_step,
-    to_log2,
 )
 from bie_kernels.tuning import interpreted, prefill_tile
 
@@ -80,8 +78,9 @@ def prefill_kernel(
     i_token = (start + i_q).to(tl.int64)
     i_head = i_h * G + i_m % G
     p_q_row = p_q + i_token * s_qt + i_head * s_qh  # [BM]
-    i_c = mma_channels(BD)
-    q, factor = normalise(tl.load(p_q_row[:, None] + i_c[None, :], mask=m_row[:, None] & (i_c < D)[None, :], other=0.0))
+    i_d = tl.arange(0, BD)
+    m_d = i_d < D
+    q, factor = normalise(tl.load(p_q_row[:, None] + i_d[None, :], mask=m_row[:, None] & m_d[None, :], other=0.0))
     if SOFT_CAP > 0:
         logit_scale = scale
     else:
@@ -119,8 +118,6 @@ def prefill_kernel(
 
     # 3. The 16-bit keys, queries in their own dtype.
     acc, low, peak, total = state
-    i_d = tl.arange(0, BD)
-    m_d = i_d < D
     q_raw = tl.load(p_q_row[:, None] + i_d[None, :], mask=m_row[:, None] & m_d[None, :], other=0.0)
     flat = tl.full([BM], 1.0, tl.float32) * logit_scale
     for u in tl.range(0, window_sinks + window_chunks - window_start, num_stages=1):
@@ -138,7 +135,7 @@ def prefill_kernel(
         p_v_row = tl.where(m_raw, p_v + i_raw * s_vt + i_h * s_vh, p_kept + D)
         k = tl.load(p_k_row[:, None] + i_d[None, :], mask=m_key[:, None] & m_d[None, :], other=0.0)
         s = dot16(q_raw, tl.trans(k), tl.zeros([BM, _CHUNK], tl.float32), ASM)
-        p, alpha, peak, total = softmax_step(to_log2(s, flat, SOFT_CAP), mask, peak, total, True)
+        p, alpha, peak, total = softmax_step(s, flat, mask, peak, total, SOFT_CAP, True)
         acc, low = add_values(p, alpha, acc, low, p_v_row, m_key, E, GROUP, False, ASM)
 
     total = tl.where(total == 0.0, 1.0, total)

@@ -4,9 +4,11 @@
 Orders inside a tile. `tl.dot` wants its operands in the order of MMA fragments, and
 the codes lie in that order in memory, so tiles are left as they come:
 
-* K codes come as [channels, tokens] with channels in *MMA order*; the query is loaded
-  in that order once (`mma_channels`), key metadata is permuted to it per page.
-* V codes come as [channels, tokens] with natural channels and, when PERMUTED, tokens in
+* K codes come as [channels, tokens]; in *MMA order* of the channels (TRANSPOSED: few rows,
+  operands in registers), the query is loaded in that order once (`row_channels`) and key
+  metadata is permuted to it per page. In natural order (many rows, operands in shared
+  memory) a thread writes 8 channels at once.
+* V codes come as [channels, tokens] with natural channels and, when TRANSPOSED, tokens in
   MMA order (x, t, i1, e); the probabilities are permuted alike in registers.
 
 Token bits: token = 16 x + 8 i1 + 2 t + e. Channel bits of a key, with AL words of 8
@@ -119,10 +121,12 @@ def window_range(u_first, u_last, pages, windows):
 
 # -- queries ------------------------------------------------------------------
 @triton.jit
-def mma_channels(BD: tl.constexpr):
+def row_channels(BD: tl.constexpr, MMA_ORDER: tl.constexpr):
     """Channel at each row of a K code tile."""
     i = tl.arange(0, BD)
-    return 8 * (((i >> 2) & 3) * (BD // 32) + (i >> 5)) + 4 * ((i >> 4) & 1) + 2 * ((i >> 1) & 1) + (i & 1)
+    if MMA_ORDER:
+        i = 8 * (((i >> 2) & 3) * (BD // 32) + (i >> 5)) + 4 * ((i >> 4) & 1) + 2 * ((i >> 1) & 1) + (i & 1)
+    return i
 
 
 @triton.jit
@@ -153,8 +157,10 @@ def first_rows(x, NQ: tl.constexpr):
 
 # -- scores -------------------------------------------------------------------
 @triton.jit
-def _key_codes(p_rows, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr):
-    """K codes of BN tokens as fp16 [BD, BN], channels in MMA order; padded channels are 0."""
+def _key_codes(
+    p_rows, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, MMA_ORDER: tl.constexpr, ASM: tl.constexpr
+):
+    """K codes of BN tokens as fp16 [BD, BN]; padded channels are 0."""
     i_t, i_w = tl.arange(0, BN), tl.arange(0, BD // 4)
     p = p_rows.to(tl.pointer_type(tl.int16)) + i_t[:, None] * (D // 4) + i_w[None, :]
     if D == BD:
@@ -163,22 +169,27 @@ def _key_codes(p_rows, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ASM:
         x = tl.load(p, mask=tl.broadcast_to((i_w < D // 4)[None, :], p.shape), other=0)
     a, b, c, d = unpack(tl.reshape(x, [BN, 4, BD // 32, 2]), ASM)  # token, t, al, e
     y = tl.join(tl.join(a, c), tl.join(b, d))  # token, t, al, e, i1, i0
-    return tl.reshape(tl.permute(y, [2, 4, 1, 5, 3, 0]), [BD, BN])
+    if MMA_ORDER:
+        y = tl.permute(y, [2, 4, 1, 5, 3, 0])
+    else:
+        y = tl.permute(y, [1, 2, 4, 5, 3, 0])
+    return tl.reshape(y, [BD, BN])
 
 
 @triton.jit
 def int4_scores(
     q, p_page, sub, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, O_K_SCALE: tl.constexpr, O_K_ORIGIN: tl.constexpr, ASM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, O_K_SCALE: tl.constexpr, O_K_ORIGIN: tl.constexpr, MMA_ORDER: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """q.k in fp32 [rows, BN] for tokens BN * sub.. of a page; q fp16 [rows, BD] in MMA order."""
-    y = _key_codes(p_page + sub * (BN * D // 2), D, BD, BN, ASM)
+    """q.k in fp32 [rows, BN] for tokens BN * sub.. of a page; q fp16 [rows, BD], in MMA order if so asked."""
+    y = _key_codes(p_page + sub * (BN * D // 2), D, BD, BN, MMA_ORDER, ASM)
     p_scale = (p_page + O_K_SCALE).to(tl.pointer_type(tl.float16))
     p_origin = (p_page + O_K_ORIGIN).to(tl.pointer_type(tl.float16))
     if HEAD_DIM:
         # One scale per token and group of channels: one product per group, scaled in fp32.
         slot = token_slot(sub * BN + tl.arange(0, BN))
-        group = mma_channels(BD) // GROUP
+        group = row_channels(BD, MMA_ORDER) // GROUP
         s = tl.zeros([q.shape[0], BN], tl.float32)
         for g in tl.static_range((D + GROUP - 1) // GROUP):
             part = tl.where((group == g)[None, :], q, 0.0).to(tl.float16)
@@ -189,8 +200,11 @@ def int4_scores(
         # The scale folds into q; the minimum is one number per row, exact products summed in fp32.
         i_c = tl.arange(0, BD)
         m_c = i_c < D
-        scale = _to_mma_order(tl.load(p_scale + sub * D + i_c, mask=m_c, other=0.0), BD)
-        minimum = _to_mma_order(tl.load(p_origin + sub * D + i_c, mask=m_c, other=0.0), BD)
+        scale = tl.load(p_scale + sub * D + i_c, mask=m_c, other=0.0)
+        minimum = tl.load(p_origin + sub * D + i_c, mask=m_c, other=0.0)
+        if MMA_ORDER:
+            scale = _to_mma_order(scale, BD)
+            minimum = _to_mma_order(minimum, BD)
         offset = tl.max(tl.dot(q, tl.broadcast_to(minimum[:, None], [BD, 8])), 1)
         s = tl.dot(q * scale[None, :], y) + offset[:, None]
     return s
@@ -198,23 +212,28 @@ def int4_scores(
 
 # -- softmax ------------------------------------------------------------------
 @triton.jit
-def to_log2(s, factor, SOFT_CAP: tl.constexpr):
-    """Scores -> logits times log2(e); `factor` [rows] holds the softmax scale (and log2(e) without a cap)."""
-    s = s * factor[:, None]
-    if SOFT_CAP > 0:
-        # cap * tanh(s / cap); exp2 saturates to 0 or inf, tanh to -1 or 1.
-        s = (SOFT_CAP * LOG2E) * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / SOFT_CAP)) + 1.0))
-    return s
+def _soft_cap(s, SOFT_CAP: tl.constexpr):
+    """cap * tanh(s / cap) times log2(e); exp2 saturates to 0 or inf, tanh to -1 or 1."""
+    return (SOFT_CAP * LOG2E) * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / SOFT_CAP)) + 1.0))
 
 
 @triton.jit
-def softmax_step(s, mask, peak, total, MASKED: tl.constexpr):
-    """Online softmax: (p, alpha, peak, total) for logits s [rows, keys] in base 2."""
+def softmax_step(s, factor, mask, peak, total, SOFT_CAP: tl.constexpr, MASKED: tl.constexpr):
+    """Online softmax: (p, alpha, peak, total) for scores s [rows, keys], peak in base 2.
+
+    `factor` [rows] is positive and holds the softmax scale, and log2(e) without a cap.
+    """
+    if SOFT_CAP > 0:
+        s = _soft_cap(s * factor[:, None], SOFT_CAP)
     if MASKED:
         s = tl.where(mask, s, NEGATIVE)
-    new_peak = tl.maximum(peak, tl.max(s, 1))
+    if SOFT_CAP > 0:
+        new_peak = tl.maximum(peak, tl.max(s, 1))
+        p = tl.exp2(s - new_peak[:, None])
+    else:
+        new_peak = tl.maximum(peak, tl.max(s, 1) * factor)
+        p = tl.exp2(s * factor[:, None] - new_peak[:, None])
     alpha = tl.exp2(peak - new_peak)
-    p = tl.exp2(s - new_peak[:, None])
     if MASKED:
         p = tl.where(mask, p, 0.0)
     return p, alpha, new_peak, total * alpha + tl.sum(p, 1)
@@ -285,7 +304,7 @@ def add_int4_values(
             minimum = tl.where(m_key, minimum, 0.0).to(tl.float16)
         v = _value_codes(
             p_page + O_V_CODES + g * (GROUP * 32), (E - g * GROUP) // 16, sub, GROUP, BN,
-            TRANSPOSED, E >= (g + 1) * GROUP, ASM,
+            TRANSPOSED, (g + 1) * GROUP <= E, ASM,
         )  # fmt: skip
         weight = half * scale[None, :]
         if TRANSPOSED:
@@ -344,8 +363,8 @@ def page_step(
     """One body page; BN tokens at a time, a key group on the channel axis."""
     acc, low, peak, total = state
     for sub in tl.static_range(_PAGE // BN):
-        s = int4_scores(q, p_page, sub, D, BD, BN, GROUP, HEAD_DIM, O_K_SCALE, O_K_ORIGIN, ASM)
-        s = to_log2(first_rows(s, NQ), factor, SOFT_CAP)
+        s = int4_scores(q, p_page, sub, D, BD, BN, GROUP, HEAD_DIM, O_K_SCALE, O_K_ORIGIN, TRANSPOSED, ASM)
+        s = first_rows(s, NQ)
         mask = None
         m_key = None
         if MASKED:
@@ -354,7 +373,7 @@ def page_step(
             wide = in_window(q_pos, pos, sink_tokens, recent_tokens) & held[None, :]
             mask = (pos[None, :] <= q_pos[:, None]) & (wide == 0) & m_rows[:, None]
             m_key = tl.max(mask.to(tl.int32), 0) > 0
-        p, alpha, peak, total = softmax_step(s, mask, peak, total, MASKED)
+        p, alpha, peak, total = softmax_step(s, factor, mask, peak, total, SOFT_CAP, MASKED)
         acc, low = add_int4_values(
             p, alpha, acc, low, m_key, p_page, sub, E, GROUP, BN, O_V_CODES, O_V_SCALE, O_V_MIN,
             MASKED, TRANSPOSED, ASM,

@@ -85,4 +85,4 @@ def prefill_tile(layout: PageLayout, device: torch.device) -> PrefillTile:
         return PrefillTile(32, 2, 1)
     if max(layout.head_size, layout.v_size) > 128:
         return PrefillTile(64, 4, 1)
-    return PrefillTile(64, 4, 1) if SHARED_MEMORY.get(capability(device), 99) < 128 else PrefillTile(128, 8, 1)
+    return PrefillTile(64, 4, 1)
