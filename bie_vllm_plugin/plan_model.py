@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bie_vllm_plugin.plan_layers import Layer, model_layers
-from bie_vllm_plugin.plan_units import PlanError
+from bie_vllm_plugin.plan_units import ModelNotFound, PlanError
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
@@ -82,17 +82,18 @@ def load_model(name: str, itemsize: int = 2) -> ModelShape:
             fp32 checkpoints in 16 bits too.
 
     Raises:
-        PlanError: nothing there, or a cache that the planner does not know.
+        ModelNotFound: nothing there.
+        PlanError: not a model, or a cache that the planner does not know.
     """
     path = Path(name).expanduser()
     if path.is_file():
         return parse_config(name, _read_json(path), _index_bytes(path.parent), itemsize)
     if path.is_dir():
         if not (path / CONFIG).exists():
-            raise PlanError(f"{name} has no {CONFIG}; name a Hugging Face model folder, a config.json or a Hub id.")
+            raise ModelNotFound(f"{name} has no {CONFIG}; name a Hugging Face model folder, a config.json or a Hub id.")
         return parse_config(name, _read_json(path / CONFIG), _index_bytes(path), itemsize)
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json"):
-        raise PlanError(f"{name} does not exist; name a Hugging Face model folder, a config.json or a Hub id.")
+        raise ModelNotFound(f"{name} does not exist; name a Hugging Face model folder, a config.json or a Hub id.")
     return _from_hub(name, itemsize)
 
 
@@ -109,10 +110,10 @@ def _from_hub(name: str, itemsize: int) -> ModelShape:
         except EntryNotFoundError:  # one file of weights: the config's shapes must do
             folder = None
     except HFValidationError:
-        raise PlanError(f"{name!r} is neither a local path nor a Hub id such as org/model.") from None
+        raise ModelNotFound(f"{name!r} is neither a local path nor a Hub id such as org/model.") from None
     except Exception as error:  # the client's errors differ by version; all mean the same here
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise PlanError(
+        raise ModelNotFound(
             f"{name} is not a local path and could not be read from the Hugging Face Hub ({reason.rstrip('.')}); "
             "check the name and the network, or name a local folder or config.json."
         ) from None

@@ -23,6 +23,10 @@ class PlanError(ValueError):
     """Bad input, as one sentence that names the setting, the value and the way out."""
 
 
+class ModelNotFound(PlanError):
+    """The model's config is neither on this machine nor to be had from the Hub."""
+
+
 def parse_bytes(text: str, setting: str) -> int:
     """Bytes of `8GiB`, `8192MiB`, `8.6GB` (decimal) or a plain number, which counts GiB.
 
