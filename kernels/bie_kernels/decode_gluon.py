@@ -34,6 +34,7 @@ HEAD_SIZES = (64, 128)
 _PAGE = gl.constexpr(PAGE_TOKENS)
 _LOG2E = gl.constexpr(1.4426950408889634)
 _NEGATIVE = gl.constexpr(-1.0e30)
+_NEVER = gl.constexpr(1 << 30)  # a distance between positions beyond any context
 _MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 _A = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
 _B = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
@@ -214,41 +215,59 @@ def _softmax(s, factor, mask, peak, total, MASKED: gl.constexpr, R: gl.constexpr
 
 
 @gluon.jit
+def _halves(ring, stage, offset, size: gl.constexpr, LAYOUT: gl.constexpr):
+    """fp16 metadata from a stage of the ring."""
+    return ring.index(stage).slice(offset, size).load(LAYOUT).to(gl.float16, bitcast=True)
+
+
+@gluon.jit
+def _value_group(
+    g: gl.constexpr, half, ring_v, ring_m, stage, acc, alpha, m_tokens,
+    D: gl.constexpr, R: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """acc * alpha + codes of value group g times (p * scale)."""
+    P: gl.constexpr = _rows_layout(R, 64)
+    scale = _slots_to_tokens(_halves(ring_m, stage, 2 * D + 64 * g, 64, _TOKEN_META), gl.SliceLayout(0, P))
+    if MASKED:  # unwritten values: 0 * NaN is NaN
+        scale = gl.where(m_tokens, scale, 0.0).to(gl.float16)
+    weight = gl.convert_layout(gl.permute(half * gl.expand_dims(scale, 0), [1, 0]), _B, assert_trivial=True)
+    codes = ring_v.index(stage).slice(1024 * g, 1024).load(_CHUNKS)
+    return mma_v2(_value_tile(codes), weight, acc * alpha)
+
+
+@gluon.jit
 def _page_step(
-    q, factor, x, mask, m_tokens, m_slots, peak, total, acc0, acc1, low,
+    q, factor, ring_k, ring_v, ring_m, stage, mask, m_tokens, m_slots, peak, total, acc0, acc1, low,
     D: gl.constexpr, R: gl.constexpr, MASKED: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
-    """One body page, as loaded in x = (key codes, value codes 0, 1, key scale, minimum, value scales, minima)."""
-    k, v0, v1, k_scale, k_min, v_scale0, v_scale1, v_min0, v_min1 = x
+    """One body page, in a stage of the ring. Values are fetched after the scores: registers are short."""
     Q: gl.constexpr = _rows_layout(R, D)
-    P: gl.constexpr = _rows_layout(R, 64)
-    scaled = _pad_rows(q * gl.expand_dims(_channels_to_mma(k_scale, D, gl.SliceLayout(0, Q)), 0), D, R)
-    column = gl.expand_dims(_channels_to_mma(k_min, D, gl.SliceLayout(1, _B)), 1).broadcast_to([D, 8])
+    META: gl.constexpr = _channel_meta(D)
+    k_scale = _channels_to_mma(_halves(ring_m, stage, 0, D, META), D, gl.SliceLayout(0, Q))
+    k_min = _channels_to_mma(_halves(ring_m, stage, D, D, META), D, gl.SliceLayout(1, _B))
+    column = gl.expand_dims(k_min, 1).broadcast_to([D, 8])
     bias = mma_v2(_pad_rows(q, D, R), column, gl.full([16, 8], 0.0, gl.float32, _MMA))
+    scaled = _pad_rows(q * gl.expand_dims(k_scale, 0), D, R)
     if not EXACT:
         i_c = gl.arange(0, D, layout=gl.SliceLayout(1, _B))
         base = gl.where(((i_c >> 3) & 1) == 0, -1024.0, -64.0).to(gl.float16)
         bias = mma_v2(scaled, gl.expand_dims(base, 1).broadcast_to([D, 8]), bias)
     bias = gl.reshape(gl.permute(_repeat8(bias), [0, 2, 3, 4, 1]), [16, 64])
-    s = mma_v2(scaled, _key_tile(k, D, EXACT), gl.convert_layout(bias, _MMA, assert_trivial=True))
+    codes = _key_tile(ring_k.index(stage).load(_code_chunks(D)), D, EXACT)
+    s = mma_v2(scaled, codes, gl.convert_layout(bias, _MMA, assert_trivial=True))
     s = _drop_rows(s, R, 64)
     p, alpha, peak, total = _softmax(s, factor, mask, peak, total, MASKED, R, 64)
     half = p.to(gl.float16)
-    v_scale0 = _slots_to_tokens(v_scale0, gl.SliceLayout(0, P))
-    if MASKED:  # unwritten values: 0 * NaN is NaN
-        v_scale0 = gl.where(m_tokens, v_scale0, 0.0).to(gl.float16)
-        v_min0 = gl.where(m_slots, v_min0, 0.0).to(gl.float16)
-        v_min1 = gl.where(m_slots, v_min1, 0.0).to(gl.float16)
-    p0 = gl.convert_layout(gl.permute(half * gl.expand_dims(v_scale0, 0), [1, 0]), _B, assert_trivial=True)
-    acc0 = mma_v2(_value_tile(v0), p0, acc0 * alpha)
+    acc0 = _value_group(0, half, ring_v, ring_m, stage, acc0, alpha, m_tokens, D, R, MASKED)
     if D == 128:
-        v_scale1 = _slots_to_tokens(v_scale1, gl.SliceLayout(0, P))
-        if MASKED:
-            v_scale1 = gl.where(m_tokens, v_scale1, 0.0).to(gl.float16)
-        p1 = gl.convert_layout(gl.permute(half * gl.expand_dims(v_scale1, 0), [1, 0]), _B, assert_trivial=True)
-        acc1 = mma_v2(_value_tile(v1), p1, acc1 * alpha)
+        acc1 = _value_group(1, half, ring_v, ring_m, stage, acc1, alpha, m_tokens, D, R, MASKED)
+    min0 = _halves(ring_m, stage, 3 * D, 64, _TOKEN_META)
+    min1 = _halves(ring_m, stage, 4 * D - 64, 64, _TOKEN_META)  # the same group again when D is 64
+    if MASKED:
+        min0 = gl.where(m_slots, min0, 0.0).to(gl.float16)
+        min1 = gl.where(m_slots, min1, 0.0).to(gl.float16)
     plain = gl.convert_layout(gl.permute(half, [1, 0]), _B, assert_trivial=True)
-    low = mma_v2(_low_tile(v_min0, v_min1), plain, low * alpha)
+    low = mma_v2(_low_tile(min0, min1), plain, low * alpha)
     return peak, total, acc0, acc1, low
 
 
@@ -260,29 +279,6 @@ def _issue(p_page, ring_k, ring_v, ring_m, stage, D: gl.constexpr):
     _copy(ring_k.index(stage), p_page + o)
     _copy(ring_v.index(stage), p_page + 16 * D + o)
     _copy(ring_m.index(stage), p_page + 32 * D + o_m)
-
-
-@gluon.jit
-def _fetch(ring_k, ring_v, ring_m, stage, D: gl.constexpr):
-    """A stage's page in registers, in the layouts of `_page_step`."""
-    META: gl.constexpr = _channel_meta(D)
-    k = ring_k.index(stage).load(_code_chunks(D))
-    v = ring_v.index(stage)
-    m = ring_m.index(stage)
-    v0 = v.slice(0, 1024).load(_CHUNKS)
-    k_scale = m.slice(0, D).load(META).to(gl.float16, bitcast=True)
-    k_min = m.slice(D, D).load(META).to(gl.float16, bitcast=True)
-    v_scale0 = m.slice(2 * D, 64).load(_TOKEN_META).to(gl.float16, bitcast=True)
-    v_min0 = m.slice(3 * D, 64).load(_TOKEN_META).to(gl.float16, bitcast=True)
-    if D == 128:
-        v1 = v.slice(1024, 1024).load(_CHUNKS)
-        v_scale1 = m.slice(2 * D + 64, 64).load(_TOKEN_META).to(gl.float16, bitcast=True)
-        v_min1 = m.slice(3 * D + 64, 64).load(_TOKEN_META).to(gl.float16, bitcast=True)
-    else:
-        v1 = v0
-        v_scale1 = v_scale0
-        v_min1 = v_min0
-    return k, v0, v1, k_scale, k_min, v_scale0, v_scale1, v_min0, v_min1
 
 
 @gluon.jit
@@ -302,29 +298,22 @@ def _window_page(u, window_sinks, window_start):
     return gl.where(u < window_sinks, u, u - window_sinks + window_start)
 
 
-@gluon.jit(do_not_specialize=["o_items"])
-def decode_gluon_kernel(
-    p_q, p_body, p_window, p_body_table, p_window_table, p_plan, p_acc, p_peak, p_total,
+@gluon.jit
+def _decode_rows(
+    row_0, p_q, p_body, p_window, p_body_table, p_window_table, p_plan, p_acc, p_peak, p_total,
     s_qt, s_qh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, o_items, scale, sink_tokens, recent_tokens, retained,
     q_len: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, R: gl.constexpr,
-    WINDOW_PAGE: gl.constexpr, STAGES: gl.constexpr, EXACT: gl.constexpr, PDL: gl.constexpr,
+    WINDOW_PAGE: gl.constexpr, STAGES: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
-    """One program: one item, one KV head, R rows (query token, head of the group)."""
+    """R rows (query token, head of the group) of one item and KV head, from row_0 on."""
     Q: gl.constexpr = _rows_layout(R, D)
     P: gl.constexpr = _rows_layout(R, 64)
     W: gl.constexpr = _rows_layout(R, 16)
     ROWS: gl.constexpr = G * q_len
-    if PDL:  # the merge may set up while this runs
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
     i_item = gl.program_id(0)
     i_h = gl.program_id(1)
-    row_0 = gl.program_id(2) * R
     p_item = p_plan + o_items + 4 * i_item
     i_r = gl.load(p_item)
-    if i_r < 0:
-        return
     u_first = gl.load(p_item + 1)
     u_last = gl.load(p_item + 2)
     seq_len = gl.load(p_item + 3)
@@ -380,10 +369,10 @@ def decode_gluon_kernel(
                 _issue(p_head + following * s_bb, ring_k, ring_v, ring_m, target, D)
             async_copy.commit_group()
             following = gl.load(p_table + gl.minimum(page + STAGES, last - 1)).to(gl.int64)
-            x = _fetch(ring_k, ring_v, ring_m, stage, D)
             peak, total, acc0, acc1, low = _page_step(
-                q, factor, x, None, None, None, peak, total, acc0, acc1, low, D, R, False, EXACT
-            )
+                q, factor, ring_k, ring_v, ring_m, stage, None, None, None, peak, total, acc0, acc1, low,
+                D, R, False, EXACT,
+            )  # fmt: skip
             stage = gl.where(stage + 1 >= STAGES, 0, stage + 1)
         async_copy.wait_group(0)
 
@@ -401,16 +390,14 @@ def decode_gluon_kernel(
         if reaches & (block > 0):
             _issue(p_head + block * s_bb, ring_k, ring_v, ring_m, 0, D)
             async_copy.commit_group()
-            distance = gl.expand_dims(q_pos, 1) - gl.expand_dims(pos, 0)
-            ruled = gl.expand_dims(pos < sink_tokens, 0) | (distance < recent_tokens)
-            wide16 = ruled & gl.expand_dims(held, 0)
-            mask = (distance >= 0) & (wide16 == 0) & gl.expand_dims(i_out < ROWS, 1)
+            # The least distance at which a token is read in INT4. Padded rows compute nonsense for themselves.
+            least = gl.where(held, gl.where(pos < sink_tokens, _NEVER, recent_tokens), 0)
+            mask = gl.expand_dims(q_pos, 1) - gl.expand_dims(pos, 0) >= gl.expand_dims(least, 0)
             i_s = gl.arange(0, 64, layout=_TOKEN_META)
             token = ((i_s >> 2) & 3) * 16 + ((i_s >> 1) & 1) * 8 + (i_s >> 4) * 2 + (i_s & 1)
             async_copy.wait_group(0)
-            x = _fetch(ring_k, ring_v, ring_m, 0, D)
             peak, total, acc0, acc1, low = _page_step(
-                q, factor, x, mask, pos < seq_len, page * _PAGE + token < seq_len,
+                q, factor, ring_k, ring_v, ring_m, 0, mask, pos < seq_len, page * _PAGE + token < seq_len,
                 peak, total, acc0, acc1, low, D, R, True, EXACT,
             )  # fmt: skip
 
@@ -439,7 +426,7 @@ def decode_gluon_kernel(
                     mask=gl.expand_dims(m_k, 1).broadcast_to([16, D]), other=0.0,
                 )  # fmt: skip
                 v0 = _value_rows(p_rows, s_wt, m_k, D)
-                if D == 128:
+                if D == 128 and R == 8:  # 16 rows have no registers left for it
                     v1 = _value_rows(p_rows, s_wt, m_k, D + 64)
                 k = gl.permute(gl.reshape(k, [16, 4, D // 32, 2, 2, 2]), [2, 3, 4, 1, 5, 0])
                 k = gl.convert_layout(gl.reshape(k, [D, 16]), _B, assert_trivial=True)
@@ -447,15 +434,18 @@ def decode_gluon_kernel(
                 s = _drop_rows(s, R, 16)
                 pos = w_page * WINDOW_PAGE + gl.arange(0, 16, layout=gl.SliceLayout(0, W))
                 m_pos = (pos < seq_len) & ((pos < sink_tokens) | (pos >= computed - retained))
-                distance = gl.expand_dims(w_pos, 1) - gl.expand_dims(pos, 0)
-                ruled = gl.expand_dims(pos < sink_tokens, 0) | (distance < recent_tokens)
-                mask = ruled & (distance >= 0) & gl.expand_dims(m_pos, 0) & gl.expand_dims(o_out < ROWS, 1)
+                # 0 <= distance < bound, in one unsigned comparison.
+                bound = gl.where(m_pos, gl.where(pos < sink_tokens, _NEVER, recent_tokens), 0).to(gl.uint32)
+                distance = (gl.expand_dims(w_pos, 1) - gl.expand_dims(pos, 0)).to(gl.uint32)
+                mask = distance < gl.expand_dims(bound, 0)
                 w_peak = gl.convert_layout(peak, gl.SliceLayout(1, W))
                 p, alpha, w_peak, total = _softmax(s, flat, mask, w_peak, total, True, R, 16)
                 peak = gl.convert_layout(w_peak, gl.SliceLayout(1, P))
                 weight = gl.convert_layout(gl.permute(p.to(k.dtype), [1, 0]), _B, assert_trivial=True)
                 acc0 = mma_v2(v0, weight, acc0 * alpha)
                 if D == 128:
+                    if R == 16:
+                        v1 = _value_rows(p_rows, s_wt, m_k, D + 64)
                     acc1 = mma_v2(v1, weight, acc1 * alpha)
                 low = low * alpha
 
@@ -475,6 +465,35 @@ def decode_gluon_kernel(
     gl.store(p_peak + at, peak, mask=i_out < ROWS)
     sums = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, P))
     gl.store(p_total + at, sums, mask=i_out < ROWS)
+
+
+@gluon.jit(do_not_specialize=["o_items"])
+def decode_gluon_kernel(
+    p_q, p_body, p_window, p_body_table, p_window_table, p_plan, p_acc, p_peak, p_total,
+    s_qt, s_qh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, o_items, scale, sink_tokens, recent_tokens, retained,
+    q_len: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, R: gl.constexpr, LAST: gl.constexpr,
+    WINDOW_PAGE: gl.constexpr, STAGES: gl.constexpr, EXACT: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """One program: one item, one KV head, R rows; LAST (8 or 16) rows in the last tile of an item."""
+    if PDL:  # the merge may set up while this runs
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+    row_0 = gl.program_id(2) * R
+    if gl.load(p_plan + o_items + 4 * gl.program_id(0)) < 0:  # fewer items than the budget
+        return
+    if LAST == R or row_0 + R < G * q_len:
+        _decode_rows(
+            row_0, p_q, p_body, p_window, p_body_table, p_window_table, p_plan, p_acc, p_peak, p_total,
+            s_qt, s_qh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, o_items, scale, sink_tokens, recent_tokens,
+            retained, q_len, H, G, D, R, WINDOW_PAGE, STAGES, EXACT,
+        )  # fmt: skip
+    else:
+        _decode_rows(
+            row_0, p_q, p_body, p_window, p_body_table, p_window_table, p_plan, p_acc, p_peak, p_total,
+            s_qt, s_qh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, o_items, scale, sink_tokens, recent_tokens,
+            retained, q_len, H, G, D, LAST, WINDOW_PAGE, STAGES, EXACT,
+        )  # fmt: skip
 
 
 # -- launcher -----------------------------------------------------------------
@@ -507,12 +526,13 @@ def launch(
     del soft_cap
     budget, heads, rows, _ = acc.shape
     tile = 8 if rows <= 8 else 16
+    last = 8 if 0 < rows % tile <= 8 else tile
     decode_gluon_kernel[(budget, heads, triton.cdiv(rows, tile))](
         q, body.view(torch.int16), window, body_table, window_table, plan, acc, peak, total,
         q.stride(0), q.stride(1), body.stride(0) // 2, body.stride(1) // 2,
         window.stride(0), window.stride(1), window.stride(2), body_table.stride(0), window_table.stride(0),
         plan.shape[0] - 4 * budget, scale, sink_tokens, recent_tokens, retained,
-        q_len=q_len, H=heads, G=rows // q_len, D=layout.head_size, R=tile,
+        q_len=q_len, H=heads, G=rows // q_len, D=layout.head_size, R=tile, LAST=last,
         WINDOW_PAGE=window_page_tokens(q.element_size()), STAGES=STAGES, EXACT=EXACT_KEYS, PDL=overlaps(q.device),
         num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
