@@ -13,7 +13,8 @@ from bie_kernels.tuning import overlaps
 @triton.jit
 def merge_kernel(
     p_plan, p_acc, p_peak, p_total, p_out, s_ot, s_oh, H, q_len,
-    ROWS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BE channels of one row (query token and head) of one request; BS items at a time."""
     CHUNKS: tl.constexpr = (E + BE - 1) // BE
@@ -22,7 +23,11 @@ def merge_kernel(
     i_e = (tl.program_id(2) % CHUNKS) * BE + tl.arange(0, BE)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    first, last = tl.load(p_plan + i_r), tl.load(p_plan + i_r + 1)
+    if SPLITS > 0:
+        first = i_r * SPLITS
+        last = first + SPLITS
+    else:
+        first, last = tl.load(p_plan + i_r), tl.load(p_plan + i_r + 1)
     acc = tl.zeros([BE], tl.float32)
     peak = NEGATIVE * 1.0
     total = 0.0
@@ -32,7 +37,9 @@ def merge_kernel(
         m = item < last
         peaks = tl.load(p_peak + at, mask=m, other=NEGATIVE)
         totals = tl.load(p_total + at, mask=m, other=0.0)
-        part = tl.load(p_acc + at[:, None] * E + i_e[None, :], mask=m[:, None] & (i_e < E)[None, :], other=0.0)
+        # Partials of padding were never written; their totals are 0.
+        m_part = (m & (totals > 0.0))[:, None] & (i_e < E)[None, :]
+        part = tl.load(p_acc + at[:, None] * E + i_e[None, :], mask=m_part, other=0.0)
         new_peak = tl.maximum(peak, tl.max(peaks, 0))
         alpha = tl.exp2(peak - new_peak)
         weight = tl.exp2(peaks - new_peak)
@@ -46,7 +53,7 @@ def merge_kernel(
 
 
 def merge(
-    plan: torch.Tensor,
+    plan: torch.Tensor | None,
     acc: torch.Tensor,
     peak: torch.Tensor,
     total: torch.Tensor,
@@ -54,11 +61,13 @@ def merge(
     *,
     requests: int,
     q_len: int,
+    splits: int = 0,
 ) -> None:
     """out[r] = sum of a request's partials, weighted by 2 ** peak, over their total.
 
     Args:
-        plan: int32 plan whose first R + 1 numbers are the requests' first items.
+        plan: int32 plan whose first R + 1 numbers are the requests' first items; unused
+            when every request has `splits` items.
         acc: fp32 [items, H, rows, E]; peak, total: fp32 [items, H, rows] (base-2 logits).
         out: [R * q_len, H * G, E], written; rows are (query token, head of the group).
     """
@@ -67,9 +76,9 @@ def merge(
     # Few requests have many items each: then a program takes few channels, all items at once.
     block = max(2, min(128, triton.next_power_of_2(triton.cdiv(budget, requests))))
     channels = min(triton.next_power_of_2(size), max(32, 4096 // block))
-    pdl = overlaps(out.device)
+    pdl = plan is not None and overlaps(out.device)
     merge_kernel[(requests, heads, rows * triton.cdiv(size, channels))](
         plan, acc, peak, total, out, out.stride(0), out.stride(1), heads, q_len,
-        ROWS=rows, G=rows // q_len, E=size, BE=channels, BS=block, PDL=pdl,
+        ROWS=rows, G=rows // q_len, E=size, BE=channels, BS=block, SPLITS=splits, PDL=pdl,
         num_warps=1 if block <= 8 else 4, enable_fp_fusion=True, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

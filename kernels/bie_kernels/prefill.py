@@ -5,7 +5,9 @@ One program serves a tile of query rows (query token, head of the group) of one 
 and KV head and walks its keys once: body pages that are INT4 for the whole tile without
 masks, the few at the edges with masks, then the 16-bit keys, 64 at a time. Keys of this
 step come from the raw K and V, since a long chunk has no window pages for its middle;
-earlier ones from the window pages. No partial results, no workspace.
+earlier ones from the window pages. Where the tiles are too few for the card (a short
+continuation of a long context), the unmasked pages are split over several programs and
+`merge` joins their partial results.
 """
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ import triton.language as tl
 
 from bie_kernels.checks import check_body, check_ints, check_numbers, check_rows, check_window, require
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
+from bie_kernels.merge import merge
 from bie_kernels.tiles import (
     LOG2E,
     add_values,
@@ -27,7 +30,10 @@ from bie_kernels.tiles import (
     resident,
     softmax_step,
 )
-from bie_kernels.tuning import interpreted, prefill_tile
+from bie_kernels.tuning import interpreted, multiprocessors, prefill_tile
+
+MAX_SPLITS = 16
+"""Programs that share the pages of one tile; bounds the partial results to a few MiB."""
 
 _PAGE = tl.constexpr(PAGE_TOKENS)
 _CHUNK = tl.constexpr(64)
@@ -49,13 +55,13 @@ def _find_request(tile, p_starts, requests, BQ: tl.constexpr):
 
 @triton.jit(do_not_specialize=["requests"])
 def prefill_kernel(
-    p_q, p_k, p_v, p_body, p_window, p_body_table, p_window_table, p_starts, p_lens, p_out,
+    p_q, p_k, p_v, p_body, p_window, p_body_table, p_window_table, p_starts, p_lens, p_out, p_acc, p_peak, p_total,
     s_qt, s_qh, s_kt, s_kh, s_vt, s_vh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, s_ot, s_oh,
     requests, scale, sink_tokens, recent_tokens, retained,
     G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SOFT_CAP: tl.constexpr, O_V_CODES: tl.constexpr,
     O_K_SCALE: tl.constexpr, O_K_ORIGIN: tl.constexpr, O_V_SCALE: tl.constexpr, O_V_MIN: tl.constexpr,
-    WINDOW_PAGE: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW_PAGE: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program: BM // G query tokens of one request, all heads of one KV head."""
     BQ: tl.constexpr = BM // G
@@ -94,7 +100,9 @@ def prefill_kernel(
     )
 
     # 1. INT4 for every query of the tile.
-    for page in tl.range(sink_end, body_end, num_stages=STAGES):
+    i_s = tl.program_id(2)
+    body = body_end - sink_end
+    for page in tl.range(sink_end + body * i_s // SPLITS, sink_end + body * (i_s + 1) // SPLITS, num_stages=STAGES):
         p_page = p_body + tl.load(p_table + page).to(tl.int64) * s_bb + i_h * s_bh
         state = page_step(
             q, factor, q_pos, state, p_page, page, computed, p_window_row, m_row,
@@ -102,8 +110,9 @@ def prefill_kernel(
             O_K_SCALE, O_K_ORIGIN, O_V_SCALE, O_V_MIN, WINDOW_PAGE, False, False, ASM,
         )  # fmt: skip
 
-    # 2. INT4 for some: the sinks' pages, then those after body_end.
-    for u in tl.range(0, sink_end + pages - body_end, num_stages=1):
+    # 2. INT4 for some: the sinks' pages, then those after body_end. All masked work is the last split's.
+    mine = tl.where(i_s == SPLITS - 1, 1, 0)
+    for u in tl.range(0, (pages - body) * mine, num_stages=1):
         page = tl.where(u < sink_end, u, u - sink_end + body_end)
         i_p = page * _PAGE + WINDOW_PAGE * tl.arange(0, _PAGE // WINDOW_PAGE)
         held = resident(i_p, p_window_row, computed, sink_tokens, retained, i_p < end, WINDOW_PAGE)
@@ -120,7 +129,7 @@ def prefill_kernel(
     acc, low, peak, total = state
     q_raw = tl.load(p_q_row[:, None] + i_d[None, :], mask=m_row[:, None] & m_d[None, :], other=0.0)
     flat = tl.full([BM], 1.0, tl.float32) * logit_scale
-    for u in tl.range(0, window_sinks + window_chunks - window_start, num_stages=1):
+    for u in tl.range(0, (window_sinks + window_chunks - window_start) * mine, num_stages=1):
         chunk = tl.where(u < window_sinks, u, u - window_sinks + window_start)
         pos = chunk * _CHUNK + tl.arange(0, _CHUNK)
         m_raw = pos >= computed
@@ -138,13 +147,20 @@ def prefill_kernel(
         p, alpha, peak, total = softmax_step(s, flat, mask, peak, total, SOFT_CAP, True)
         acc, low = add_values(p, alpha, acc, low, p_v_row, m_key, E, GROUP, False, ASM)
 
-    total = tl.where(total == 0.0, 1.0, total)
-    p_row = p_out + i_token * s_ot + i_head * s_oh
+    if SPLITS == 1:
+        total = tl.where(total == 0.0, 1.0, total)
+        p_row = p_out + i_token * s_ot + i_head * s_oh
+    else:  # partials [token, split, head, E]
+        at = (i_token * SPLITS + i_s) * (tl.num_programs(0) * G) + i_head
+        tl.store(p_peak + at, peak, mask=m_row)
+        tl.store(p_total + at, total, mask=m_row)
+        total = tl.full([BM], 1.0, tl.float32)
+        p_row = p_acc + at * E
     for g in tl.static_range((E + GROUP - 1) // GROUP):
         i_e = g * GROUP + tl.arange(0, GROUP)
         part = (acc[g] + low[g][:, None]) / total[:, None]
         m_out = m_row[:, None] & (i_e < E)[None, :]
-        tl.store(p_row[:, None] + i_e[None, :], part.to(p_out.dtype.element_ty), mask=m_out)
+        tl.store(p_row[:, None] + i_e[None, :], part.to(p_row.dtype.element_ty), mask=m_out)
 
 
 def prefill(
@@ -175,7 +191,7 @@ def prefill(
         body: uint8 [blocks, H, page_bytes]; window: [pages, H, 16, D + E].
         body_table, window_table: int32 [R, pages]; window entries may be 0 or stale.
         query_start_loc: int32 [R + 1]; seq_lens: int32 [R], this step's tokens included.
-        out: [T, Hq, E], dtype of q, written; rows beyond the last query are left alone.
+        out: [T, Hq, E], dtype of q, written; rows beyond the last query keep their value or become 0.
         scale: softmax scale.
         sink_tokens, recent_tokens: the window in 16 bits; retained: see design, R.
         soft_cap: logits become cap * tanh(logits / cap) when positive.
@@ -208,8 +224,14 @@ def prefill(
         return
     channel = layout.key_axis == "channel"
     tiles = q.shape[0] // (tile.rows // group) + requests
-    prefill_kernel[(heads, tiles)](
-        q, k, v, body, window, body_table, window_table, query_start_loc, seq_lens, out,
+    # Two programs share a multiprocessor; fewer than that and the pages are split.
+    splits = min(MAX_SPLITS, max(1, 2 * multiprocessors(q.device) // (heads * tiles)))
+    acc = peak = total = None
+    if splits > 1:
+        acc = torch.empty(q.shape[0], splits, q.shape[1], layout.v_size, dtype=torch.float32, device=q.device)
+        peak, total = torch.zeros(2, q.shape[0], splits, q.shape[1], dtype=torch.float32, device=q.device)
+    prefill_kernel[(heads, tiles, splits)](
+        q, k, v, body, window, body_table, window_table, query_start_loc, seq_lens, out, acc, peak, total,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         body.stride(0), body.stride(1), window.stride(0), window.stride(1), window.stride(2),
         body_table.stride(0), window_table.stride(0), out.stride(0), out.stride(1),
@@ -219,5 +241,9 @@ def prefill(
         HEAD_DIM=not channel, SOFT_CAP=soft_cap, O_V_CODES=layout.v_codes, O_K_SCALE=layout.k_scale,
         O_K_ORIGIN=layout.k_origin, O_V_SCALE=layout.v_scale, O_V_MIN=layout.v_min,
         WINDOW_PAGE=window_page_tokens(q.element_size()), ASM=not interpreted(), STAGES=tile.stages,
-        num_warps=tile.warps, enable_fp_fusion=True,
+        SPLITS=splits, num_warps=tile.warps, enable_fp_fusion=True,
     )  # fmt: skip
+    if acc is not None:
+        items = q.shape[0] * splits
+        parts = (acc.view(items, heads, group, layout.v_size), *(x.view(items, heads, group) for x in (peak, total)))
+        merge(None, *parts, out, requests=q.shape[0], q_len=1, splits=splits)

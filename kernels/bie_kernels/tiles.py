@@ -313,7 +313,7 @@ def add_int4_values(
             new_acc = new_acc + (tl.dot(v, weight, acc[g] * alpha[None, :]),)
         else:
             new_acc = new_acc + (tl.dot(weight, tl.trans(v), acc[g] * alpha[:, None]),)
-        new_low = new_low + (low[g] * alpha + tl.sum(half.to(tl.float32) * minimum.to(tl.float32)[None, :], 1),)
+        new_low = new_low + (low[g] * alpha + tl.sum(p * minimum.to(tl.float32)[None, :], 1),)
     return new_acc, new_low
 
 

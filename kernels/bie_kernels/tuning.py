@@ -84,5 +84,5 @@ def prefill_tile(layout: PageLayout, device: torch.device) -> PrefillTile:
         # Triton 3.6 miscompiles the wgmma products of 32 channels: two warps take mma.sync.
         return PrefillTile(32, 2, 1)
     if max(layout.head_size, layout.v_size) > 128:
-        return PrefillTile(64, 4, 1)
-    return PrefillTile(64, 4, 1)
+        return PrefillTile(64, 4, 2)
+    return PrefillTile(64, 4, 2)
