@@ -27,13 +27,13 @@ from bie_kernels.tiles import (
     dot16,
     empty_state,
     first_rows,
-    in_window,
     normalise,
     page_ranges,
     page_step,
     resident,
     row_channels,
     softmax_step,
+    window_mask,
     window_range,
 )
 from bie_kernels.tuning import decode_tile, interpreted, overlaps
@@ -95,7 +95,7 @@ def decode_kernel(
         page = sink_end + u
         p_page = p_body + tl.load(p_table + page).to(tl.int64) * s_bb + i_h * s_bh
         state = page_step(
-            q, factor, q_pos, state, p_page, page, computed, p_window_row, m_out,
+            q, factor, q_pos, state, p_page, page, computed, p_window_row, seq_len,
             sink_tokens, recent_tokens, retained, D, BD, E, NQ, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
             O_K_SCALE, O_K_ORIGIN, O_V_SCALE, O_V_MIN, WINDOW_PAGE, False, True, ASM,
         )  # fmt: skip
@@ -112,7 +112,7 @@ def decode_kernel(
         block = tl.load(p_table + page).to(tl.int64)
         if reaches & (block > 0):
             state = page_step(
-                q, factor, q_pos, state, p_body + block * s_bb + i_h * s_bh, page, computed, p_window_row, m_out,
+                q, factor, q_pos, state, p_body + block * s_bb + i_h * s_bh, page, computed, p_window_row, seq_len,
                 sink_tokens, recent_tokens, retained, D, BD, E, NQ, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
                 O_K_SCALE, O_K_ORIGIN, O_V_SCALE, O_V_MIN, WINDOW_PAGE, True, True, ASM,
             )  # fmt: skip
@@ -131,8 +131,7 @@ def decode_kernel(
             if entry > 0:
                 pos = w_page * WINDOW_PAGE + tl.arange(0, WINDOW_PAGE)
                 m_key = (pos < seq_len) & ((pos < sink_tokens) | (pos >= computed - retained))
-                mask = in_window(q_pos, pos, sink_tokens, recent_tokens) & (pos[None, :] <= q_pos[:, None])
-                mask = mask & m_key[None, :] & m_out[:, None]
+                mask = window_mask(q_pos, pos, m_key, sink_tokens, recent_tokens)
                 p_rows = p_window + entry * s_wp + i_h * s_wh + tl.arange(0, WINDOW_PAGE) * s_wt
                 k = tl.load(p_rows[:, None] + i_d[None, :], mask=m_key[:, None] & m_d[None, :], other=0.0)
                 s = dot16(q_raw, tl.trans(k), tl.zeros([MMA_ROWS, WINDOW_PAGE], tl.float32), ASM)

@@ -23,12 +23,12 @@ from bie_kernels.tiles import (
     add_values,
     dot16,
     empty_state,
-    in_window,
     normalise,
     page_ranges,
     page_step,
     resident,
     softmax_step,
+    window_mask,
 )
 from bie_kernels.tuning import interpreted, multiprocessors, prefill_tile
 
@@ -105,7 +105,7 @@ def prefill_kernel(
     for page in tl.range(sink_end + body * i_s // SPLITS, sink_end + body * (i_s + 1) // SPLITS, num_stages=STAGES):
         p_page = p_body + tl.load(p_table + page).to(tl.int64) * s_bb + i_h * s_bh
         state = page_step(
-            q, factor, q_pos, state, p_page, page, computed, p_window_row, m_row,
+            q, factor, q_pos, state, p_page, page, computed, p_window_row, end,
             sink_tokens, recent_tokens, retained, D, BD, E, BM, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
             O_K_SCALE, O_K_ORIGIN, O_V_SCALE, O_V_MIN, WINDOW_PAGE, False, False, ASM,
         )  # fmt: skip
@@ -120,7 +120,7 @@ def prefill_kernel(
         block = tl.load(p_table + page).to(tl.int64)
         if reaches & (block > 0):
             state = page_step(
-                q, factor, q_pos, state, p_body + block * s_bb + i_h * s_bh, page, computed, p_window_row, m_row,
+                q, factor, q_pos, state, p_body + block * s_bb + i_h * s_bh, page, computed, p_window_row, end,
                 sink_tokens, recent_tokens, retained, D, BD, E, BM, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
                 O_K_SCALE, O_K_ORIGIN, O_V_SCALE, O_V_MIN, WINDOW_PAGE, True, False, ASM,
             )  # fmt: skip
@@ -136,8 +136,7 @@ def prefill_kernel(
         entry = tl.load(p_window_row + pos // WINDOW_PAGE, mask=(m_raw == 0) & (pos < end), other=0).to(tl.int64)
         m_kept = (entry > 0) & ((pos < sink_tokens) | (pos >= computed - retained))
         m_key = (m_raw | m_kept) & (pos < end) & ((pos < sink_tokens) | (pos > first - recent_tokens))
-        mask = in_window(q_pos, pos, sink_tokens, recent_tokens) & (pos[None, :] <= q_pos[:, None])
-        mask = mask & m_key[None, :] & m_row[:, None]
+        mask = window_mask(q_pos, pos, m_key, sink_tokens, recent_tokens)
         i_raw = (start + pos - computed).to(tl.int64)
         p_kept = p_window + entry * s_wp + i_h * s_wh + (pos % WINDOW_PAGE) * s_wt
         p_k_row = tl.where(m_raw, p_k + i_raw * s_kt + i_h * s_kh, p_kept)

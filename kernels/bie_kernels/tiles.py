@@ -24,6 +24,7 @@ from bie_kernels.store import token_slot
 
 _PAGE = tl.constexpr(PAGE_TOKENS)
 LOG2E = tl.constexpr(1.4426950408889634)
+_NEVER = tl.constexpr(1 << 30)
 NEGATIVE = tl.constexpr(-1.0e30)
 """Stands for minus infinity: finite, so that a row without keys makes no NaN."""
 
@@ -86,10 +87,20 @@ def resident(pos, p_row, computed, sink_tokens, retained, m_load, WINDOW_PAGE: t
 
 
 @triton.jit
-def in_window(q_pos, k_pos, sink_tokens, recent_tokens):
-    """The position rule for [rows, keys]: sinks and the recent keys, whatever is resident."""
-    distance = q_pos[:, None] - k_pos[None, :]
-    return (k_pos < sink_tokens)[None, :] | (distance < recent_tokens)
+def int4_mask(q_pos, k_pos, held, sink_tokens, recent_tokens):
+    """[rows, keys] that are read in INT4: by the rule, or since no 16-bit copy is held.
+
+    Returns the least distance of each key as well; sinks that are held have one beyond any context.
+    """
+    least = tl.where(held, tl.where(k_pos < sink_tokens, _NEVER, recent_tokens), 0)
+    return q_pos[:, None] - k_pos[None, :] >= least[None, :], least
+
+
+@triton.jit
+def window_mask(q_pos, k_pos, m_key, sink_tokens, recent_tokens):
+    """[rows, keys] that are read in 16 bits, of the keys `m_key`: 0 <= distance < bound in one comparison."""
+    bound = tl.where(m_key, tl.where(k_pos < sink_tokens, _NEVER, recent_tokens), 0).to(tl.uint32)
+    return (q_pos[:, None] - k_pos[None, :]).to(tl.uint32) < bound[None, :]
 
 
 @triton.jit
@@ -354,13 +365,16 @@ def empty_state(NQ: tl.constexpr, E: tl.constexpr, GROUP: tl.constexpr, TRANSPOS
 
 @triton.jit
 def page_step(
-    q, factor, q_pos, state, p_page, page, computed, p_window_row, m_rows, sink_tokens, recent_tokens, retained,
+    q, factor, q_pos, state, p_page, page, computed, p_window_row, q_end, sink_tokens, recent_tokens, retained,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, NQ: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, SOFT_CAP: tl.constexpr, O_V_CODES: tl.constexpr, O_K_SCALE: tl.constexpr,
     O_K_ORIGIN: tl.constexpr, O_V_SCALE: tl.constexpr, O_V_MIN: tl.constexpr, WINDOW_PAGE: tl.constexpr,
     MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """One body page; BN tokens at a time, a key group on the channel axis."""
+    """One body page for queries before q_end; BN tokens at a time, a key group on the channel axis.
+
+    Padded rows compute nonsense for themselves.
+    """
     acc, low, peak, total = state
     for sub in tl.static_range(_PAGE // BN):
         s = int4_scores(q, p_page, sub, D, BD, BN, GROUP, HEAD_DIM, O_K_SCALE, O_K_ORIGIN, TRANSPOSED, ASM)
@@ -370,9 +384,8 @@ def page_step(
         if MASKED:
             pos = page * _PAGE + sub * BN + tl.arange(0, BN)
             held = resident(pos, p_window_row, computed, sink_tokens, retained, pos >= 0, WINDOW_PAGE)
-            wide = in_window(q_pos, pos, sink_tokens, recent_tokens) & held[None, :]
-            mask = (pos[None, :] <= q_pos[:, None]) & (wide == 0) & m_rows[:, None]
-            m_key = tl.max(mask.to(tl.int32), 0) > 0
+            mask, least = int4_mask(q_pos, pos, held, sink_tokens, recent_tokens)
+            m_key = q_end - 1 - pos >= least
         p, alpha, peak, total = softmax_step(s, factor, mask, peak, total, SOFT_CAP, MASKED)
         acc, low = add_int4_values(
             p, alpha, acc, low, m_key, p_page, sub, E, GROUP, BN, O_V_CODES, O_V_SCALE, O_V_MIN,
