@@ -45,7 +45,7 @@ def config_path(profile: str) -> Path:
 
 def profile_for(memory: int) -> str:
     """The largest profile made for a card of so many bytes (the smallest if none is)."""
-    fitting = [name for name in PROFILES if PROFILE_MEMORY[name] <= memory * 1.05]  # drivers hold a little back
+    fitting = [name for name in PROFILES if PROFILE_MEMORY[name] <= memory * 1.08]  # drivers hold some back
     return fitting[-1] if fitting else PROFILES[0]
 
 
@@ -87,6 +87,16 @@ def human_int(text: str) -> int:
     return int(text)
 
 
+def _json_mapping(text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError:
+        content = None
+    if not isinstance(content, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return content
+
+
 def _watched() -> argparse.ArgumentParser:
     """vLLM's flags that the plan depends on; everything else is skipped."""
     parser = _Parser(prog="vllm serve", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
@@ -105,8 +115,8 @@ def _watched() -> argparse.ArgumentParser:
         (("--port",), int),
         (("--uds",), str),
         (("--config",), str),
-        (("--additional-config",), json.loads),
-        (("--speculative-config",), json.loads),
+        (("--additional-config",), _json_mapping),
+        (("--speculative-config",), _json_mapping),
         (("--hf-overrides",), str),
     ):
         parser.add_argument(*flags, type=kind)
@@ -166,10 +176,7 @@ def read(argv: list[str], profile: str) -> Settings:
     if argv and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
         raise PlanError(f"MODEL comes first, before {argv[0]}; see bie-serve --help.")
     own, rest = build_parser().parse_known_args(argv)
-    try:
-        explicit = vars(_watched().parse_known_args([_dashed(part) for part in rest])[0])
-    except json.JSONDecodeError as error:
-        raise PlanError(f"a flag of vLLM that takes JSON does not hold any ({error}).") from None
+    explicit = vars(_watched().parse_known_args([_dashed(part) for part in rest])[0])
     if "config" in explicit and own.profile:
         raise PlanError(f"--config {explicit['config']} and --profile {own.profile} both name a config; leave one out.")
     _check_twice(own, explicit)

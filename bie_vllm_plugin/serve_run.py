@@ -7,6 +7,7 @@ and so that everything it started can be found and ended with it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -30,7 +31,12 @@ STOP_SECONDS = 30.0
 EXIT_INTERRUPTED = 130
 
 _PREFIX = re.compile(r"^(?:\([^()]*pid=\d+\)\s*)+")
-_ERROR = re.compile(r"^(?:[\w.]*\.)?(?P<kind>[A-Z]\w*(?:Error|Exception|Exit)): (?P<text>.+)$")
+_STARTS_ERROR = re.compile(r"Traceback \(most recent call last\)|^Process \S+:$|^usage: |^\S+: error: ")
+_USAGE = re.compile(r"^\S+: error: (?P<text>.+)$", re.MULTILINE)
+_VALIDATION = re.compile(
+    r"ValidationError: \d+ validation errors? for \w+\n(?:(?P<field>\w[\w.]*)\n)?\s+(?P<text>.+?)\s*\[type="
+)
+_ERROR = re.compile(r"^(?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception|Exit): (?P<text>.+)$", re.MULTILINE)
 _VLLM_LOG = re.compile(r"^(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^\]]*\]\s?")
 
 UNTELLING = ("Engine core initialization failed", "See root cause above", "WorkerProc initialization failed")
@@ -48,7 +54,7 @@ class ServerLog:
         self.out, self.file = out, file
         self.ready = threading.Event()
         self.held: list[str] = []
-        self.errors: list[str] = []
+        self.bare: list[str] = []
 
     def feed(self, line: str) -> None:
         """Take one line of the child."""
@@ -59,32 +65,29 @@ class ServerLog:
             for held in self.held:  # a traceback that was survived is news after all
                 self.out.write(held)
             self.held = []
-        if not self.ready.is_set():
-            found = _ERROR.match(bare.strip())
-            if found and not any(text in found["text"] for text in UNTELLING):
-                self.errors.append(_sentence(found["text"]))
-            if self.held or "Traceback (most recent call last)" in line or line.startswith("Process "):
-                self.held.append(line)
-                return
-            if bare.lstrip().startswith(("usage:", "error:")) or "error: " in bare:  # vLLM's argument parser
-                self.held.append(line)
-                if "error: " in bare:
-                    self.errors.append(bare.split("error: ", 1)[1])
-                return
+        if not self.ready.is_set() and (self.held or _STARTS_ERROR.search(bare)):
+            self.held.append(line)
+            self.bare.append(bare)
+            return
         self.out.write(line)
         self.out.flush()
 
     def reason(self) -> str:
-        """Why the server did not start: the first telling error."""
-        return self.errors[0] if self.errors else "vLLM gave no reason"
+        """Why the server did not start: the first error that tells it, as one sentence."""
+        text = "\n".join(self.bare)
+        if found := _USAGE.search(text):
+            return _stop(found["text"])
+        if found := _VALIDATION.search(text):
+            message = found["text"].removeprefix("Value error, ")
+            field = found["field"]
+            return _stop(f"--{field.replace('_', '-')}: {message}" if field else message)
+        errors = [match["text"] for match in _ERROR.finditer(text)]
+        telling = [error for error in errors if not any(part in error for part in UNTELLING)]
+        return _stop(telling[0]) if telling else "vLLM gave no reason."
 
 
-def _sentence(text: str) -> str:
-    """An error's text without pydantic's and vLLM's decorations, ending in a full stop."""
-    text = re.sub(r"^1 validation error for \w+\s*", "", text)
-    text = text.removeprefix("Value error, ")
-    text = re.sub(r"\s*\[type=.*$", "", text).strip()
-    text = re.sub(r"\s*See https://\S+ for more details\.?", "", text)
+def _stop(text: str) -> str:
+    text = re.sub(r"\s*See https://\S+ for more details\.?", "", text).strip()
     return text if text.endswith(".") else text + "."
 
 
@@ -94,11 +97,12 @@ def run_server(command: Sequence[str], environment: dict[str, str]) -> int:
     0 after Ctrl-C or SIGTERM of a running server, 130 if it was interrupted while
     starting, the child's status (at least 1) if it ended by itself.
     """
+    _adopt_orphans()
     with tempfile.NamedTemporaryFile("w", prefix="bie-serve-", suffix=".log", delete=False) as file:
         log = ServerLog(sys.stdout, file)
         child = subprocess.Popen(
             list(command),
-            env=environment,
+            env={**environment, "PYTHONUNBUFFERED": "1"},  # log lines as they come
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -164,15 +168,27 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def end_session(session: int) -> int:
-    """End every process of the session: politely, then not; returns how many there were."""
-    left = _session(session)
+def _adopt_orphans() -> None:
+    """Become the parent of what the server's processes leave behind, so that it can be reaped (Linux)."""
+    if sys.platform == "linux":
+        pr_set_child_subreaper = 36
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+
+
+def end_session(session: int, grace: float = 5.0) -> int:
+    """End every process of the session; returns how many did not go by themselves within `grace` seconds."""
+    deadline = time.monotonic() + grace
+    while (left := _session(session)) and time.monotonic() < deadline:
+        time.sleep(0.1)
     for process in left:
         _quietly(process.terminate)
     _, alive = psutil.wait_procs(left, timeout=5)
     for process in alive:
         _quietly(process.kill)
     psutil.wait_procs(alive, timeout=5)
+    with contextlib.suppress(ChildProcessError):  # reap adopted orphans
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
     return len(left)
 
 
