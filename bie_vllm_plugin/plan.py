@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--pcie", metavar="GB/S", help="of the bus, one way (a common card's)")
     add("--cpu", action="store_true", help="vLLM's CPU platform; --vram is the memory it may use")
     add("--json", action="store_true", help="print JSON and nothing else")
-    add("--markdown", action="store_true", help="print one row of a Markdown table")
+    add("--markdown", action="store_true", help="print a Markdown table of one row")
     add("--plot", metavar="FILE", help="draw memory against context")
     return parser
 
@@ -160,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(plan_report.as_json(plan), indent=2))
     elif args.markdown:
+        print(plan_report.markdown_header(plan))
         print(plan_report.markdown_row(plan))
     else:
         from rich.console import Console

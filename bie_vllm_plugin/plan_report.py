@@ -2,9 +2,10 @@
 """A plan as rich tables for people, as JSON for programs, as Markdown for a README."""
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bie_vllm_plugin.plan_fit import Plan, needed_bytes, pool_of, spilled_step
+from bie_vllm_plugin.plan_fit import FormatPlan, Plan, needed_bytes, pool_of, spilled_step
 from bie_vllm_plugin.plan_formats import FORMATS
 from bie_vllm_plugin.plan_units import GIB, MIB, binary, both
 
@@ -226,30 +227,39 @@ def _print_time(plan: Plan, console: Console) -> None:
 
 
 # -- Markdown -----------------------------------------------------------------------------
+MARKDOWN_HEADER = (
+    "| model | weights | longest context, bf16 | fp8 | {fmt} | {context:,} tokens with {fmt}? |\n"
+    "|---|---|---|---|---|---|"
+)
+
+
+def markdown_header(plan: Plan) -> str:
+    """The two lines above `markdown_row`s."""
+    return MARKDOWN_HEADER.format(fmt=plan.chosen.name, context=plan.request.context)
+
+
 def markdown_row(plan: Plan) -> str:
-    """A row of the README's table: model, weights, what fits, yes or no and why not."""
-    fmt = plan.chosen
+    """A row of a README's table: model, weights, longest contexts, yes or no and why not."""
+    fmt, limit = plan.chosen, plan.model.max_context
+    name = Path(plan.model.name).name if Path(plan.model.name).exists() else plan.model.name
+    common = " | ".join(_longest(plan.formats[other], limit) for other in ("bf16", "fp8"))
+    head = f"| {name} | {binary(plan.weights.total)}, {plan.weights.kind} | {common}"
     if fmt.refused:
-        return f"| {plan.model.name} | {binary(plan.weights.total)} | - | - | no: {fmt.refused} |"
-    limit = plan.model.max_context
-    longest = min(fmt.max_context, limit) if limit else fmt.max_context
-    bound = "the model's limit" if limit and limit < fmt.max_context else "memory"
-    bf16 = plan.formats["bf16"]
+        return f"{head} | - | no: {fmt.refused} |"
     if not fmt.fits:
-        verdict = "no" + (f"; {plan.changes[0].split(' (')[0]} would fit" if plan.changes else "")
+        change = plan.changes[0].split(" (")[0] if plan.changes else ""
+        verdict = "no" + (f"; {change} would fit" if change else "")
     elif limit and limit < plan.request.context:
-        verdict = f"memory yes, model no: made for {limit:,}"
+        verdict = f"the memory yes, the model no: made for {limit:,}"
     else:
         verdict = "yes"
-    return (
-        f"| {plan.model.name} | {binary(plan.weights.total)} | {min(bf16.max_context, limit or bf16.max_context):,} "
-        f"| {longest:,} ({bound}) | {verdict} |"
-    )
+    return f"{head} | {_longest(fmt, limit)} | {verdict} |"
 
 
-def markdown_header(context: int) -> str:
-    """The two lines above `markdown_row`s."""
-    return (
-        f"| model | weights | longest context, bf16 | longest context, int4_asym | {context:,} with int4_asym? |\n"
-        "|---|---|---|---|---|"
-    )
+def _longest(fmt: FormatPlan, limit: int | None) -> str:
+    """The longest context by memory, and the model's own limit where that is lower."""
+    if fmt.refused or not fmt.max_context:
+        return "none"
+    if limit and limit < fmt.max_context:
+        return f"{limit:,} (the model's; memory {fmt.max_context:,})"
+    return f"{fmt.max_context:,}"

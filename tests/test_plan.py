@@ -392,6 +392,32 @@ def test_exit_status_and_tables(capsys: pytest.CaptureFixture) -> None:
     assert capsys.readouterr().out.startswith("| ")
 
 
+def test_the_readmes_table_is_the_planners() -> None:
+    """Every row of "what fits in 8 GB" is what bie-plan prints today."""
+    from bie_vllm_plugin.plan_report import markdown_header, markdown_row
+
+    text = (Path(__file__).parent.parent / "configs" / "README.md").read_text()
+    profile = ["--vram", "8GiB", "--context", "65536", "--chunked-prefill-size", "512", "--max-num-seqs", "4"]
+    names = ("Mistral-7B-v0.3", "Qwen2.5-7B-Instruct", "Llama-3.1-8B-Instruct", "Qwen3-8B")
+    plans = [plan.plan_of([str(MODELS / f"{name}-AWQ"), *profile]) for name in names]
+    plans.append(plan.plan_of([str(MODELS / "Gemma-3-4B"), *profile]))
+    plans.append(plan.plan_of([str(MODELS / "Gemma-3-4B"), "--weights", "int4", *profile]))
+    assert markdown_header(plans[0]) in text
+    for one in plans:
+        assert markdown_row(one) in text
+
+
+def test_eight_gb_script_plans_the_profile() -> None:
+    """The GPU script's planning half runs anywhere; 64k of the Mistral shape fit its budget."""
+    script = Path(__file__).parent.parent / "eval" / "fit_8gb.py"
+    done = subprocess.run([sys.executable, str(script), "--plan-only"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout[done.stdout.index("{") :])["plan"]
+    parts = ("weights_bytes", "cuda_context_bytes", "activation_bytes", "pool_bytes")
+    assert sum(figures[part] for part in parts) == int(8192 * MIB * 0.92)
+    assert figures["kv_cache_tokens"] > 65536
+
+
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "out.png"

@@ -136,6 +136,27 @@ def test_profiles_are_plain_vllm_configs() -> None:
     assert engine.gpu_memory_utilization == 0.92
 
 
+def test_profiles_fit_what_they_are_meant_for(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The cards and models that the profiles' comments name."""
+    config = json.loads((MODELS / "Llama-3.1-8B" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    qwen_14b = tmp_path / "14b"
+    qwen_14b.mkdir()
+    shape = {
+        "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48,
+        "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False,
+        "max_position_embeddings": 131072, "quantization_config": awq,
+    }  # fmt: skip
+    (qwen_14b / "config.json").write_text(json.dumps(shape))
+    for gib, model, tokens in (
+        (12, LLAMA_AWQ, "131,072"), (16, LLAMA_AWQ, "131,072"), (24, str(tmp_path), "131,072"),
+        (24, str(qwen_14b), "131,072"), (48, str(MODELS / "Llama-3.1-8B"), "131,072"),
+    ):  # fmt: skip
+        card = serve.Device("card", gib * GIB, gib * GIB, False)
+        assert f"Fits: {tokens} tokens" in dry(capsys, card, model)[1], (gib, model)
+
+
 # -- refusals -------------------------------------------------------------------------------
 def refused(capsys: pytest.CaptureFixture, device: serve.Device, *argv: str) -> tuple[int, str]:
     status = serve.main(list(argv), device)
