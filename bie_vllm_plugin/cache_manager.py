@@ -47,11 +47,6 @@ class WindowManager(SingleTypeKVCacheManager):
         # strict: page ranges whose window a later request will want (shared-prefix junctions).
         self._wanted_tails: dict[str, list[range]] = {}
 
-    @property
-    def peak_pages(self) -> int:
-        """Pages of one request at worst: during a chunk, the window before it and the one behind it."""
-        return self.sink_pages + 2 * (cdiv(self.retained, self.block_size) + 1)
-
     # -- what is held ------------------------------------------------------------
     def tail_pages(self, boundary: int) -> range:
         """Pages a query at `boundary` (rounded down to 64) reads in 16 bits besides the sinks."""

@@ -75,9 +75,21 @@ class WindowSpec(SlidingWindowSpec):
         del max_in_flight_tokens
         return self.pages_held(max_model_len)
 
+    @property
+    def peak_pages(self) -> int:
+        """Pages of one request at worst: during a chunk, the window before it and the one behind it."""
+        return self.sink_pages + 2 * (cdiv(self.sliding_window, self.block_size) + 1)
+
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Bytes of one request of max_model_len, in whole pages."""
-        return self.pages_held(vllm_config.model_config.max_model_len) * self.page_size_bytes
+        """Bytes of one request of max_model_len, in whole pages.
+
+        `--max-model-len auto` sizes the longest request to the pool, so there, and
+        only there, the pages of its last chunk have to be counted in (see `check_pool`).
+        """
+        model = vllm_config.model_config
+        fitted = model.original_max_model_len == -1
+        pages = self.peak_pages if fitted else self.pages_held(model.max_model_len)
+        return pages * self.page_size_bytes
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         """Companions group with companions only, never with a model's own sliding windows."""

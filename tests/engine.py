@@ -63,6 +63,9 @@ def run_engines(engines: list[dict], *, timeout: int = 900, **env: str) -> list:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "HF_HUB_OFFLINE": "1",
+            # One unpinned thread: engines of parallel tests would wait for each other at every barrier.
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             **env,
         }
         done = subprocess.run(
