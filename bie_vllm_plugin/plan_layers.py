@@ -22,11 +22,12 @@ UNIFORM_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2", "phimoe", "ministr
 
 STATE_TYPES = ("mamba", "linear_attention", "conv")
 
-UNKNOWN_STATES = (
+UNKNOWN_CACHES = (
     "mamba", "mamba2", "falcon_mamba", "zamba2", "plamo2", "rwkv", "minimax", "minimax_m1", "kimi_linear",
     "bailing_hybrid", "olmo_hybrid", "recurrent_gemma", "deepseek_v4", "qwen4_exp",
+    "gemma4_text", "nemotron-nas", "openelm",
 )  # fmt: skip
-"""Recurrent families whose state the planner does not compute."""
+"""Families whose state, or whose layers of different head sizes, the planner does not compute."""
 
 
 LayerKind = Literal["full", "sliding", "chunked", "mla", "state"]
@@ -98,8 +99,8 @@ def model_layers(name: str, text: dict[str, Any], itemsize: int) -> tuple[Layer,
         PlanError: a family whose cache the planner does not know.
     """
     model_type = str(text.get("model_type", ""))
-    if model_type in UNKNOWN_STATES:
-        raise PlanError(f"{name} is of type {model_type}, whose recurrent state bie-plan does not compute.")
+    if model_type in UNKNOWN_CACHES:
+        raise PlanError(f"{name} is of type {model_type}, whose cache bie-plan does not compute.")
     _, kv_heads, head_size, head_size_v = head_shape(text)
     latent = text.get("kv_lora_rank") if model_type in MLA_TYPES else None
     layers = []

@@ -99,25 +99,40 @@ def load_model(name: str, itemsize: int = 2) -> ModelShape:
 
 def _from_hub(name: str, itemsize: int) -> ModelShape:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub.utils import disable_progress_bars, logging
 
     disable_progress_bars()
+    logging.set_verbosity_error()  # its retries would be reported one by one
     try:
         config = Path(hf_hub_download(name, CONFIG))
         try:
             folder = Path(hf_hub_download(name, INDEX)).parent
-        except EntryNotFoundError:  # one file of weights: the config's shapes must do
+        except (EntryNotFoundError, LocalEntryNotFoundError):  # one file of weights: the config's shapes must do
             folder = None
-    except HFValidationError:
-        raise ModelNotFound(f"{name!r} is neither a local path nor a Hub id such as org/model.") from None
-    except Exception as error:  # the client's errors differ by version; all mean the same here
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # whatever the client raises, and it differs by version, there is no config
         raise ModelNotFound(
-            f"{name} is not a local path and could not be read from the Hugging Face Hub ({reason.rstrip('.')}); "
+            f"{name} is not a local path and could not be read from the Hugging Face Hub ({_hub_reason(error)}); "
             "check the name and the network, or name a local folder or config.json."
         ) from None
     return parse_config(name, _read_json(config), _index_bytes(folder) if folder else None, itemsize)
+
+
+def _hub_reason(error: Exception) -> str:
+    """Why the Hub gave nothing, in a few words."""
+    from huggingface_hub import errors
+
+    for kind, reason in (
+        (errors.HFValidationError, "a Hub id looks like org/model"),
+        (errors.GatedRepoError, "it is gated: accept its terms there and run hf auth login"),
+        (errors.RepositoryNotFoundError, "no such repository, or it is private"),
+        (errors.LocalEntryNotFoundError, "the Hub cannot be reached and nothing is cached"),
+        (errors.EntryNotFoundError, f"the repository has no {CONFIG}"),
+    ):
+        if isinstance(error, kind):
+            return reason
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -167,11 +182,20 @@ def parse_config(
     text = _completed(name, text)
     if text.get("index_topk") or text.get("compress_ratios"):
         raise PlanError(f"{name} uses sparse latent attention with an index cache, which bie-plan does not compute.")
+    try:
+        layers = model_layers(name, text, itemsize)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        if isinstance(error, PlanError):
+            raise
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise PlanError(
+            f"{name}: the config of model type {text.get('model_type')!r} is not as bie-plan knows it ({what})."
+        ) from None
     return ModelShape(
         name=name,
         config=config,
         text=text,
-        layers=model_layers(name, text, itemsize),
+        layers=layers,
         max_context=_max_context(text),
         itemsize=itemsize,
         index_bytes=index_bytes,

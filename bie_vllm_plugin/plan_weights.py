@@ -204,6 +204,15 @@ def matrix_bits(model: ModelShape) -> tuple[float, str]:
     )
 
 
+def _cast(model: ModelShape) -> float:
+    """Loaded over stored size: vLLM runs unquantised fp32 checkpoints in 16 bits, or what `--dtype` says."""
+    if model.config.get("quantization_config") or model.text.get("quantization_config"):
+        return 1.0
+    named = (source.get(key) for source in (model.text, model.config) for key in ("dtype", "torch_dtype"))
+    stored = 4 if any(str(name).endswith("float32") for name in named if name) else 2
+    return model.itemsize / stored
+
+
 CHOSEN_BITS = {"bf16": 16.0, "fp8": 8.0, "int4": 4 + 20 / 128}
 """Bits per element of a matrix for `--weights`; int4 in groups of 128 as AWQ packs them."""
 
@@ -221,7 +230,12 @@ def weigh(model: ModelShape, choice: str, tp: int) -> Weights:
     """
     if choice not in WEIGHT_CHOICES:
         raise PlanError(f"--weights {choice} is not offered; choose from {', '.join(WEIGHT_CHOICES)}.")
-    count = count_parameters(model)
+    try:
+        count = count_parameters(model)
+    except (KeyError, TypeError, IndexError) as error:
+        raise PlanError(
+            f"{model.name}: the shapes of model type {model.model_type!r} are not as bie-plan knows them ({error!r})."
+        ) from None
     bits, kind = matrix_bits(model) if choice == "auto" else (CHOSEN_BITS[choice], choice)
     dense = 2 if choice != "auto" else model.itemsize
     packed = count.matrices * bits / 8
@@ -231,7 +245,7 @@ def weigh(model: ModelShape, choice: str, tp: int) -> Weights:
     total = packed + sixteen + count.rest * dense
     source = "shapes in the config, embeddings and lm_head in 16 bits"
     if choice == "auto" and model.index_bytes:
-        total, source = float(model.index_bytes), "safetensors index or files"
+        total, source = float(model.index_bytes) * _cast(model), "safetensors index or files"
     # A step reads every matrix once, of the experts those chosen, of the embedding a row.
     idle = (count.experts - count.active_experts) * bits / 8
     untied = count.embedding * dense if count.head else 0

@@ -27,7 +27,7 @@ from bie_vllm_plugin.plan_formats import format_of
 from bie_vllm_plugin.plan_model import ModelShape, load_model
 from bie_vllm_plugin.plan_pool import EngineOptions
 from bie_vllm_plugin.plan_time import typical_card
-from bie_vllm_plugin.plan_units import MIB, ModelNotFound, PlanError, binary
+from bie_vllm_plugin.plan_units import GIB, MIB, ModelNotFound, PlanError, binary
 from bie_vllm_plugin.serve_args import (
     DEFAULT_PORT,
     Settings,
@@ -167,13 +167,15 @@ def fit_context(settings: Settings, model: ModelShape) -> str:
 
 
 def cpu_pool(plan: Plan) -> int:
-    """KV bytes for a server on a CPU that was given none: its sequences, within half of what is free.
+    """KV bytes for a server on a CPU that was given none: its sequences and 1 GiB of prefixes at least.
+
+    At most half of what is free beside the weights, and what one sequence needs in any case.
 
     vLLM's own default there is nearly all memory of the machine, used or not.
     """
     pool = pool_of(plan)
     context = plan.request.context
-    wanted = pool.pool_bytes(context, plan.request.max_seqs)
+    wanted = max(GIB, pool.pool_bytes(context, plan.request.max_seqs))
     spare = (plan.request.vram - plan.weights.total) // 2
     return max(pool.pool_bytes(context, 1), min(wanted, spare))
 

@@ -106,6 +106,24 @@ def test_index_wins_over_shapes(tmp_path: Path) -> None:
     assert planned(str(tmp_path / "config.json"))["weights_bytes"] == 16_060_522_240
 
 
+@pytest.mark.engine
+def test_shapes_agree_with_a_real_models_file(smollm2: str) -> None:
+    """The weights by the config's shapes are within 2 % of the file that vLLM loads (measured: 0.01 %)."""
+    model = load_model(smollm2)
+    assert model.index_bytes is not None
+    by_shape = 2 * count_parameters(model).total
+    assert by_shape == pytest.approx(model.index_bytes, rel=0.02)
+    assert weigh(model, "auto", 1).total == model.index_bytes
+
+
+def test_fp32_checkpoints_are_loaded_in_16_bits(tmp_path: Path) -> None:
+    config = json.loads((MODELS / "Llama-3.1-8B" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32"}))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 4_000_000}}))
+    assert planned(str(tmp_path))["weights_bytes"] == 2_000_000
+    assert weigh(load_model(str(tmp_path), itemsize=4), "auto", 1).total == 4_000_000
+
+
 def test_weights_of_files_without_an_index(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((MODELS / "Llama-3.1-8B" / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes(b"x" * 12345)
@@ -328,6 +346,9 @@ def test_unknown_configs_are_one_sentence(tmp_path: Path, capsys: pytest.Capture
         ({"a": 1}, "not a model's config.json"),
         ({**base, "model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
         ({**base, "model_type": "rwkv"}, "rwkv"),
+        ({**base, "model_type": "gemma4_text"}, "gemma4_text"),
+        ({**base, "model_type": "x", "num_key_value_heads": [1, 2]}, "not as bie-plan knows it"),
+        ({**base, "model_type": "x", "layer_types": ["chunked_attention"] * 2}, "no 'attention_chunk_size'"),
         ({**base, "model_type": "x", "layer_types": ["spiral", "spiral"]}, "'spiral'"),
         ({"model_type": "unheard_of", "hidden_size": 64}, "has no num_hidden_layers"),
         ({**base, "model_type": "llama", "quantization_config": {"quant_method": "quip"}}, "'quip'"),
@@ -351,6 +372,13 @@ def test_hub_failures_are_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert plan.main(["some/model"]) == plan.EXIT_ERROR
     err = capsys.readouterr().err
     assert "some/model" in err and "(no route)" in err and err.count("\n") == 1
+
+    def offline(*args: object, **kwargs: object) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("An error happened.\nPlease check.")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    assert plan.main(["some/model"]) == plan.EXIT_ERROR
+    assert "(the Hub cannot be reached and nothing is cached)" in capsys.readouterr().err
 
 
 def test_hub_fetches_config_and_index_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
