@@ -6,6 +6,7 @@ of CUDA-graph replays over page tables that rotate through memory much larger th
 16-bit windows included, the plan made once per step as a model's layers share it.
 `gb_per_s` counts the bytes of the cache that a launch must read.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -65,7 +66,8 @@ def suites() -> dict[str, list[Case]]:
         ],
         "gqa": [dataclasses.replace(uniform(32, 32 * k), group=g, name=f"gqa {g} 32x32k") for g in (1, 2, 4, 7, 8, 16)],
         "heads": [
-            dataclasses.replace(uniform(32, 32 * k), head_size=d, name=f"head size {d} 32x32k") for d in (64, 96, 128, 256)
+            dataclasses.replace(uniform(32, 32 * k), head_size=d, name=f"head size {d} 32x32k")
+            for d in (64, 96, 128, 256)
         ],
         "axis": [
             dataclasses.replace(uniform(32, 32 * k), axis="head_dim", name="head_dim 32x32k"),
@@ -157,7 +159,9 @@ def gate(case: Case, dtype: torch.dtype, fast: bool | None) -> float:
     for r, n in enumerate(lengths):
         k4, v4 = reference.quantised_copy(keys[r], values[r], layout, SINK)
         rows = slice(r * case.q_len, (r + 1) * case.q_len)
-        want.append(reference.attention(q[rows], torch.arange(n - case.q_len, n), keys[r], values[r], k4, v4, **numbers))
+        want.append(
+            reference.attention(q[rows], torch.arange(n - case.q_len, n), keys[r], values[r], k4, v4, **numbers)
+        )
     expected = torch.cat(want)
     return float((out.float().cpu() - expected).norm() / expected.norm())
 
@@ -183,6 +187,8 @@ class Timer:
     """Median time of one call, from CUDA-graph replays of calls that rotate over inputs."""
 
     def __init__(self, calls: list[Callable[[], None]]) -> None:
+        self.calls = calls  # a graph does not own the tensors of its launches
+        torch.cuda.synchronize()  # the inputs were made on another stream
         self.stream = torch.cuda.Stream()
         with torch.cuda.stream(self.stream):
             for call in calls:
@@ -219,7 +225,7 @@ def decode_timer(case: Case, pool: Pool, dtype: torch.dtype, fast: bool | None) 
     out = torch.empty(q.shape[0], q.shape[1], layout.v_size, dtype=dtype, device=DEVICE)
     work = workspace_for(case, requests, case.kv_heads)
     plan = decode.plan_for(
-        lens, torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE), layout, q_heads=q.shape[1],
+        lens, torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE), q_heads=q.shape[1],
         kv_heads=case.kv_heads, q_len=case.q_len, sink_tokens=SINK, recent_tokens=RECENT,
     )  # fmt: skip
 
@@ -280,7 +286,8 @@ def prefill_records(dtype: torch.dtype) -> list[dict]:
     """Whole prompts and a short continuation of a long one, one layer; the gate is tests/test_prefill.py."""
     records = []
     layout = PageLayout(128)
-    for name, done, n in (("prefill 8k", 0, 8192), ("prefill 2k after 30k", 30720, 2048), ("64k cached + 100", 65536, 100)):
+    shapes = (("prefill 8k", 0, 8192), ("prefill 2k after 30k", 30720, 2048), ("64k cached + 100", 65536, 100))
+    for name, done, n in shapes:
         pool = Pool(layout, 8, 1200, dtype)
         body_table, window_table = pool.tables((done + n,), 1)[0]
         q = torch.randn(n, 32, 128, device=DEVICE).to(dtype)
@@ -373,7 +380,8 @@ def main() -> None:
                 need = 1
             if case.layout not in pools or pools[case.layout].body.shape[0] < need + 1:
                 pools.clear()
-                pools[case.layout] = Pool(case.layout, case.kv_heads, 64 if args.gate_only else max(need + 64, 32768), dtype)
+                pages = 64 if args.gate_only else max(need + 64, 32768)
+                pools[case.layout] = Pool(case.layout, case.kv_heads, pages, dtype)
             timers: dict[str, tuple[float, Timer]] = {}
             for path in args.paths.split(","):
                 fast = {"auto": None, "triton": False, "gluon": True}[path]

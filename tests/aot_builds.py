@@ -5,6 +5,7 @@
 list of names. Must run without TRITON_INTERPRET. A launch is recorded instead of run:
 its arguments give the signature, as the JIT would specialise it.
 """
+
 from __future__ import annotations
 
 import json
@@ -19,12 +20,13 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch  # noqa: E402
 import triton  # noqa: E402
-from bie_kernels import decode, plan, prefill, store, tuning  # noqa: E402
-from bie_kernels.layout import PAGE_TOKENS, PageLayout  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
+
+from bie_kernels import decode, plan, prefill, store, tuning  # noqa: E402
+from bie_kernels.layout import PAGE_TOKENS, PageLayout  # noqa: E402
 
 TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8",
@@ -73,7 +75,8 @@ def build(launches: list, arch: int) -> list[dict]:
     for fn, args, kwargs in launches:
         source, options = source_of(fn, args, kwargs)
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        row = {"kernel": fn.__name__, "sm": arch, "shared": compiled.metadata.shared, "warps": compiled.metadata.num_warps}
+        metadata = compiled.metadata
+        row = {"kernel": fn.__name__, "sm": arch, "shared": metadata.shared, "warps": metadata.num_warps}
         rows.append(row | resources(compiled.asm["cubin"]))
     return rows
 

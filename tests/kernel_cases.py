@@ -4,6 +4,7 @@
 Everything that nothing may read is NaN: unsealed keys, unwritten values, free pages, stale
 window pages. Bytes come from the layout's own offsets, independent of the kernels.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -11,6 +12,7 @@ import math
 from functools import lru_cache
 
 import torch
+
 from bie_kernels import reference
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 
@@ -28,7 +30,8 @@ def _offsets(layout: PageLayout) -> dict[str, torch.Tensor]:
     k_meta = torch.zeros(layout.k_groups, layout.k_meta_cols, dtype=torch.long)
     for _, token, channel, row, col in reference._key_meta_entries(layout):
         k_meta[row, col] = layout.k_meta_byte(0, token, channel)
-    return {"k": k[..., 0], "k_shift": k[..., 1], "v": v[..., 0], "v_shift": v[..., 1], "v_meta": v_meta, "k_meta": k_meta}
+    codes = {"k": k[..., 0], "k_shift": k[..., 1], "v": v[..., 0], "v_shift": v[..., 1]}
+    return codes | {"v_meta": v_meta, "k_meta": k_meta}
 
 
 def _put_halves(page: torch.Tensor, offset: torch.Tensor, value: torch.Tensor) -> None:
@@ -211,26 +214,91 @@ def make_batch(
         new = torch.arange(done, end)
         body_slots.append(body_table[r][new // PAGE_TOKENS].long() * PAGE_TOKENS + new % PAGE_TOKENS)
         window_slots.append(window_table[r][new // size].long() * size + new % size)
-    _poison_window(batch, size, dropped)
+    _poison_window(batch, size)
     batch.query_start_loc[len(lengths) + 1 :] = batch.query_start_loc[len(lengths)]
     pad = torch.full((pad_tokens,), -1)
     batch.body_slots = torch.cat([*body_slots, pad])
     batch.window_slots = torch.cat([*window_slots, pad])
-    batch.k = torch.cat([k[c:] for k, (c, _) in zip(batch.keys, lengths, strict=True)] + [torch.full((pad_tokens, heads, d), math.nan, dtype=dtype)])  # noqa: E501
-    batch.v = torch.cat([v[c:] for v, (c, _) in zip(batch.values, lengths, strict=True)] + [torch.full((pad_tokens, heads, e), math.nan, dtype=dtype)])  # noqa: E501
+    batch.k, batch.v = (
+        torch.cat([x[done:] for x, (done, _) in zip(rows, lengths, strict=True)] + [nan])
+        for rows, nan in (
+            (batch.keys, torch.full((pad_tokens, heads, d), math.nan, dtype=dtype)),
+            (batch.values, torch.full((pad_tokens, heads, e), math.nan, dtype=dtype)),
+        )
+    )
     return batch
 
 
-def _poison_window(batch: Batch, size: int, dropped: bool) -> None:
+def _poison_window(batch: Batch, size: int) -> None:
     """NaN in every window row that is not resident, whatever its page."""
     for r, done in enumerate(batch.computed):
         for j in range(done):
             entry = int(batch.window_table[r, j // size])
             if entry > 0 and not batch.resident[r][j]:
                 batch.window[entry, :, j % size] = math.nan
-    del dropped
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     """|out - expected| / |expected|; NaN stays NaN."""
     return float((out.float().cpu() - expected).norm() / expected.norm())
+
+
+class _GuardedMemory:
+    """Triton's interpreter memory, where every access must fall into a tensor of the running launch.
+
+    The null pages of the caches (the first page of `p_body` and `p_window`) belong to nobody.
+    """
+
+    def __init__(self, real) -> None:
+        self._real = real
+        self.ranges = torch.zeros(0, 2, dtype=torch.int64).numpy()
+
+    def __getattr__(self, name: str):
+        return getattr(self._real, name)
+
+    def enter(self, names: list[str], args: list) -> None:
+        """Remember the address ranges of a launch's tensors."""
+        ranges = []
+        for name, arg in zip(names, args, strict=False):
+            if not isinstance(arg, torch.Tensor) or arg.numel() == 0:
+                continue
+            start = arg.data_ptr()
+            last = sum((n - 1) * s for n, s in zip(arg.shape, arg.stride(), strict=True))
+            end = start + (last + 1) * arg.element_size()
+            if name in ("p_body", "p_window"):
+                start += arg.stride(0) * arg.element_size()
+            ranges.append((start, end))
+        self.ranges = torch.tensor(sorted(ranges)).numpy()
+
+    def _check(self, ptrs, mask, size: int) -> None:
+        active = ptrs.reshape(-1)[mask.reshape(-1)].astype("int64")
+        inside = torch.zeros(active.shape, dtype=torch.bool).numpy()
+        for start, end in self.ranges:
+            inside |= (active >= start) & (active + size <= end)
+        assert inside.all(), f"{(~inside).sum()} of {inside.size} accesses outside the launch's tensors"
+
+    def load(self, ptrs, mask, other, dtype):
+        self._check(ptrs, mask, dtype.itemsize)
+        return self._real.load(ptrs, mask, other, dtype)
+
+    def store(self, ptrs, value, mask):
+        self._check(ptrs, mask, value.dtype.itemsize)
+        return self._real.store(ptrs, value, mask)
+
+
+def guard_memory(monkeypatch) -> None:
+    """Make the interpreter refuse accesses outside a launch's tensors; nothing on a card."""
+    if DEVICE == "cuda":
+        return
+    from triton.runtime import interpreter
+
+    memory = _GuardedMemory(interpreter._interpreter)
+    host_args = interpreter.GridExecutor._init_args_hst
+
+    def init_args(self, args_dev, kwargs):
+        args, kwargs_host = host_args(self, args_dev, kwargs)
+        memory.enter([*self.arg_names[: len(args)], *kwargs_host], [*args, *kwargs_host.values()])
+        return args, kwargs_host
+
+    monkeypatch.setattr(interpreter, "_interpreter", memory)
+    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", init_args)

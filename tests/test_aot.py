@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ahead-of-time builds for every card family: they compile, fit shared memory, and decode does not spill."""
+
 from __future__ import annotations
 
 import itertools

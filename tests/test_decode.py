@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode and verify against the oracle, on caches whose unreadable parts are NaN."""
+
 from __future__ import annotations
 
 import os
@@ -10,24 +11,39 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from bie_kernels import decode  # noqa: E402
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+from kernel_cases import DEVICE, Batch, guard_memory, make_batch, relative_error  # noqa: E402
+
+from bie_kernels import decode, plan, tiles  # noqa: E402
 from bie_kernels.layout import PageLayout  # noqa: E402
-from kernel_cases import DEVICE, Batch, make_batch, relative_error  # noqa: E402
 
 
-def run(batch: Batch, q: torch.Tensor, *, q_len: int, soft_cap: float = 0.0, scale: float | None = None, **options):
+@pytest.fixture(autouse=True)
+def _guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard_memory(monkeypatch)
+
+
+def run(
+    batch: Batch,
+    q: torch.Tensor,
+    *,
+    q_len: int,
+    soft_cap: float = 0.0,
+    workspace: torch.Tensor | None = None,
+    **options,
+):
     """Decode on the caches after store and seal; returns [T, Hq, E] on the CPU."""
     body, window = batch.after()
     b = batch.to(DEVICE)
     heads, requests = body.shape[1], b.seq_lens.shape[0]
-    size = decode.workspace_bytes(
-        requests, q.shape[1], batch.layout.v_size, q_len, kv_heads=heads, device=DEVICE
-    )
-    workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    if workspace is None:
+        size = decode.workspace_bytes(requests, q.shape[1], batch.layout.v_size, q_len, kv_heads=heads, device=DEVICE)
+        workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device=DEVICE)
     out = torch.full((q.shape[0], q.shape[1], batch.layout.v_size), float("nan"), dtype=q.dtype, device=DEVICE)
     decode.decode(
         q.to(DEVICE), body.to(DEVICE), window.to(DEVICE), b.body_table, b.window_table, b.seq_lens, out, workspace,
-        batch.layout, q_len=q_len, scale=scale or batch.layout.head_size**-0.5, sink_tokens=b.sink_tokens,
+        batch.layout, q_len=q_len, scale=batch.layout.head_size**-0.5, sink_tokens=b.sink_tokens,
         recent_tokens=b.recent_tokens, retained=b.retained, soft_cap=soft_cap, **options,
     )  # fmt: skip
     return out.cpu()
@@ -65,7 +81,9 @@ def test_head_sizes(layout: PageLayout) -> None:
     check([70, 337], layout)
 
 
-@pytest.mark.parametrize("layout", [PageLayout(128, group_size=32, key_axis="head_dim"), PageLayout(80, 64, key_axis="head_dim")])  # noqa: E501
+@pytest.mark.parametrize(
+    "layout", [PageLayout(128, group_size=32, key_axis="head_dim"), PageLayout(80, 64, key_axis="head_dim")]
+)
 def test_head_dim_axis(layout: PageLayout) -> None:
     check([66, 300], layout, recent_tokens=16, offset=1.0)
 
@@ -95,6 +113,74 @@ def test_large_queries_and_key_scales() -> None:
 
 def test_long_diffuse_attention() -> None:
     check([4097], PageLayout(64), heads=1, group=4, q_scale=0.05, offset=0.0, limit=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "budget"), [([5], 4), ([300] * 5, 7), ([1, 9000, 0, 65, 2000], 8), ([40000, 1], 132), ([0, 0], 3)]
+)
+def test_a_plan_covers_every_unit_once_within_its_budget(lengths: list[int], budget: int) -> None:
+    lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    size = plan.plan_ints(len(lengths), budget)
+    numbers = torch.full((size,), 77, dtype=torch.int32, device=DEVICE)
+    made = plan.make_plan(lens, numbers, q_len=1, budget=budget, sink_tokens=8, recent_tokens=128).cpu()
+    starts, items = made[: len(lengths) + 1].tolist(), made[size - 4 * budget :].view(budget, 4).tolist()
+    assert starts[0] == 0 and starts[-1] <= budget
+    for r, n in enumerate(lengths):
+        mine = items[starts[r] : starts[r + 1]]
+        # Body pages, and two units for each window page of the sinks and the recent keys.
+        sinks, pages = min(1, -(-n // 16)), -(-n // 16)
+        units = -(-n // 64) + 2 * (sinks + pages - max(sinks, max(0, n - 128) // 16)) if n else 0
+        edges = [edge for _, first, last, _ in mine for edge in (first, last)]
+        assert all(item[0] == r and item[3] == n for item in mine)
+        assert edges[::2] == [0, *edges[1:-1:2]][: len(mine)] and (edges[-1] if edges else 0) == units
+    assert all(item[0] == -1 for item in items[starts[-1] :])
+
+
+def test_one_workspace_and_one_plan_serve_many_launches() -> None:
+    """Reserved for the largest launch; the plan is made once for all layers."""
+    size = decode.workspace_bytes(8, 4, 64, 5, kv_heads=2, device=DEVICE)
+    shared = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    layout = PageLayout(64)
+    for lengths, q_len in (([130, 200], 1), ([70] * 3, 2), ([90], 5)):
+        batch = make_batch([(n - q_len, q_len) for n in lengths], layout, lookahead=q_len - 1)
+        q = torch.randn(len(lengths) * q_len, 4, 64, generator=torch.Generator().manual_seed(2)).half()
+        made = decode.plan_for(
+            batch.seq_lens.to(DEVICE), torch.empty(4096, dtype=torch.uint8, device=DEVICE), q_heads=4, kv_heads=2,
+            q_len=q_len, sink_tokens=8, recent_tokens=128,
+        )  # fmt: skip
+        alone = run(batch, q, q_len=q_len, fast=False)
+        assert torch.equal(run(batch, q, q_len=q_len, workspace=shared, plan=made, fast=False), alone)
+
+
+def test_unpacking_in_assembly_is_exact() -> None:
+    """What `tiles.unpack` does in assembly, in integers: or-ing a nibble into 1024 or 64 and taking it off again."""
+    x = torch.arange(-32768, 32768, dtype=torch.int32)
+    half = lambda bits: bits.to(torch.int16).view(torch.float16)
+    got = [
+        half(x & 0x000F | 0x6400) - 1024.0, half(x & 0x00F0 | 0x5400) - 64.0,
+        half((x >> 8) & 0x000F | 0x6400) - 1024.0, half((x >> 8) & 0x00F0 | 0x5400) - 64.0,
+    ]  # fmt: skip
+    for nibble, codes in enumerate(got):
+        assert torch.equal(codes, ((x >> (4 * nibble)) & 15).to(torch.float16))
+
+
+@triton.jit
+def unpack_kernel(p_x, p_out, ASM: tl.constexpr):
+    i = tl.arange(0, 4096) + tl.program_id(0) * 4096
+    a, b, c, d = tiles.unpack(tl.load(p_x + i), ASM)
+    tl.store(p_out + i, a)
+    tl.store(p_out + 65536 + i, b)
+    tl.store(p_out + 2 * 65536 + i, c)
+    tl.store(p_out + 3 * 65536 + i, d)
+
+
+@pytest.mark.gpu
+def test_unpacking_twins_agree_on_a_card() -> None:
+    x = torch.arange(-32768, 32768, dtype=torch.int32, device=DEVICE).to(torch.int16)
+    out = torch.empty(2, 4, 65536, dtype=torch.float16, device=DEVICE)
+    for twin in range(2):
+        unpack_kernel[(16,)](x, out[twin], ASM=bool(twin), num_warps=4)
+    assert torch.equal(out[0].view(torch.int16), out[1].view(torch.int16))
 
 
 def test_refusals() -> None:
@@ -137,3 +223,35 @@ def test_fast_windows_and_ranges(options: dict) -> None:
 @pytest.mark.parametrize("fast", [True, False])
 def test_long_diffuse_attention_on_a_card(fast: bool) -> None:
     check([16385], PageLayout(128), heads=1, group=4, q_scale=0.05, offset=0.0, limit=1e-3, fast=fast)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_graph_holds_for_any_lengths(fast: bool) -> None:
+    """Captured once for 4 requests; replayed with other lengths, padding included, it equals eager."""
+    layout, numbers = PageLayout(128), {"sink_tokens": 8, "recent_tokens": 128, "retained": 191, "scale": 0.1}
+    batch = make_batch([(n - 1, 1) for n in (900, 300, 200, 65)], layout, dtype=torch.bfloat16)
+    body, window = (x.to(DEVICE) for x in batch.after())
+    b = batch.to(DEVICE)
+    q = torch.randn(4, 8, 128, device=DEVICE).bfloat16()
+    out = torch.empty_like(q)
+    size = decode.workspace_bytes(4, 8, 128, 1, kv_heads=2, device=DEVICE)
+    work, lens = torch.empty(size, dtype=torch.uint8, device=DEVICE), b.seq_lens.clone()
+
+    def call(lengths: torch.Tensor, result: torch.Tensor) -> None:
+        decode.decode(
+            q, body, window, b.body_table, b.window_table, lengths, result, work, layout, q_len=1, fast=fast, **numbers
+        )
+
+    call(lens, out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(lens, out)
+    for lengths in ([900, 300, 200, 65], [900, 300, 0, 0], [0, 300, 200, 65]):
+        lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        out.fill_(float("nan"))
+        graph.replay()
+        eager = torch.empty_like(out)
+        call(lens.clone(), eager)
+        assert torch.equal(out, eager) and out.isfinite().all()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill of mixed batches against the oracle, on caches whose unreadable parts are NaN."""
+
 from __future__ import annotations
 
 import os
@@ -10,10 +11,15 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kernel_cases import DEVICE, make_batch, relative_error  # noqa: E402
+from kernel_cases import DEVICE, guard_memory, make_batch, relative_error  # noqa: E402
 
 from bie_kernels import prefill  # noqa: E402
 from bie_kernels.layout import PageLayout  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard_memory(monkeypatch)
 
 
 def check(
@@ -57,7 +63,9 @@ def test_head_sizes(layout: PageLayout) -> None:
     check([(0, 70), (261, 9)], layout, heads=1)
 
 
-@pytest.mark.parametrize("layout", [PageLayout(128, group_size=32, key_axis="head_dim"), PageLayout(80, 64, key_axis="head_dim")])  # noqa: E501
+@pytest.mark.parametrize(
+    "layout", [PageLayout(128, group_size=32, key_axis="head_dim"), PageLayout(80, 64, key_axis="head_dim")]
+)
 def test_head_dim_axis(layout: PageLayout) -> None:
     check([(0, 70), (100, 90)], layout, recent_tokens=16, offset=1.0, heads=1)
 

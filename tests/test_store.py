@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`store` and `seal` write exactly the bytes of the oracle."""
+
 from __future__ import annotations
 
 import math
@@ -11,9 +12,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from kernel_cases import DEVICE, Batch, guard_memory, make_batch, put_keys, put_values  # noqa: E402
+
 from bie_kernels import reference, store  # noqa: E402
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, token_slot  # noqa: E402
-from kernel_cases import DEVICE, Batch, make_batch, put_keys, put_values  # noqa: E402
 
 LAYOUTS = [
     PageLayout(128),
@@ -25,6 +27,11 @@ LAYOUTS = [
     PageLayout(96, 64, group_size=32, key_axis="head_dim"),
     PageLayout(80, key_axis="head_dim"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard_memory(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

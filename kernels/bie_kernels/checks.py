@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every launcher asks of its tensors: one clear ValueError for each thing that is wrong."""
+
 from __future__ import annotations
 
 import torch

@@ -10,6 +10,7 @@ need no masks; the few others (sinks, the edge of the recent window, prefix hits
 The plain Triton kernel here is the portable path. `decode_gluon` holds a faster one
 for the common shapes; both read one layout, one plan and write the same partials.
 """
+
 from __future__ import annotations
 
 import torch
@@ -172,7 +173,7 @@ def workspace_bytes(
     for q_len in range(1, max_q_len + 1):
         rows = q_heads // kv_heads * q_len
         for requests in {1, max_reqs}:
-            budget = max(item_budget(requests, kv_heads, tiles, device) for tiles in (1, max(1, rows // 32)))
+            budget = _budget(requests, q_heads, kv_heads, q_len, device)
             floats = plan_ints(requests, budget) + budget * kv_heads * rows * (head_size_v + 2)
             most = max(most, 4 * floats + 64)
     return most
@@ -181,7 +182,6 @@ def workspace_bytes(
 def plan_for(
     seq_lens: torch.Tensor,
     workspace: torch.Tensor,
-    layout: PageLayout,
     *,
     q_heads: int,
     kv_heads: int,
@@ -198,11 +198,9 @@ def plan_for(
     Returns:
         int32 plan for `decode(plan=...)`.
     """
-    budget = _budget(seq_lens.shape[0], q_heads, kv_heads, q_len, layout, seq_lens.device)
+    budget = _budget(seq_lens.shape[0], q_heads, kv_heads, q_len, seq_lens.device)
     plan = _as_dtype(workspace, torch.int32)
-    return make_plan(
-        seq_lens, plan, q_len=q_len, budget=budget, sink_tokens=sink_tokens, recent_tokens=recent_tokens
-    )
+    return make_plan(seq_lens, plan, q_len=q_len, budget=budget, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
 
 
 def _as_dtype(workspace: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -210,10 +208,9 @@ def _as_dtype(workspace: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return workspace.reshape(-1).view(dtype)
 
 
-def _budget(requests: int, q_heads: int, kv_heads: int, q_len: int, layout: PageLayout, device: torch.device) -> int:
+def _budget(requests: int, q_heads: int, kv_heads: int, q_len: int, device: torch.device) -> int:
     rows = q_heads // kv_heads * q_len
-    tiles = triton.cdiv(rows, max(16, decode_tile(layout, rows).rows))
-    return item_budget(requests, kv_heads, tiles, device)
+    return item_budget(requests, kv_heads, triton.cdiv(rows, 16), device)
 
 
 def decode(
@@ -268,7 +265,7 @@ def decode(
         return
     q_heads = q.shape[1]
     rows = q_heads // heads * q_len
-    budget = _budget(requests, q_heads, heads, q_len, layout, q.device)
+    budget = _budget(requests, q_heads, heads, q_len, q.device)
     start = (plan_ints(requests, budget) + 3) // 4 * 4
     need = start + budget * heads * rows * (layout.v_size + 2)
     floats = _as_dtype(workspace, torch.float32)
@@ -314,7 +311,7 @@ def _launch(
 ) -> None:  # fmt: skip  # noqa: ANN001, ANN003
     """The plain Triton kernel."""
     budget, heads, rows, _ = acc.shape
-    tile = decode_tile(layout, rows)
+    tile = decode_tile(rows)
     channel = layout.key_axis == "channel"
     decode_kernel[(budget, heads, triton.cdiv(rows, tile.rows))](
         q, body, window, body_table, window_table, plan, acc, peak, total,

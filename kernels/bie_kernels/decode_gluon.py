@@ -15,6 +15,7 @@ g = lane >> 2, t = lane & 3):
 
 `assert_trivial` makes the compiler prove that a layout conversion moves nothing.
 """
+
 from __future__ import annotations
 
 import torch
@@ -23,7 +24,28 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
+from bie_kernels.gluon_tiles import (
+    CHUNKS,
+    MMA,
+    OPERAND_A,
+    OPERAND_B,
+    PAGE,
+    TOKEN_META,
+    V_TILE,
+    channel_meta,
+    channels_to_mma,
+    code_chunks,
+    drop_rows,
+    key_rows,
+    key_tile,
+    low_tile,
+    pad_rows,
+    repeat8,
+    rows_layout,
+    slots_to_tokens,
+    value_tile,
+)
+from bie_kernels.layout import PageLayout, window_page_tokens
 from bie_kernels.tiles import page_ranges as _page_ranges
 from bie_kernels.tiles import window_range as _window_range
 from bie_kernels.tuning import capability, interpreted, overlaps
@@ -31,176 +53,20 @@ from bie_kernels.tuning import capability, interpreted, overlaps
 HEAD_SIZES = (64, 128)
 """Key and value head sizes of this kernel; others take the plain one."""
 
-_PAGE = gl.constexpr(PAGE_TOKENS)
 _LOG2E = gl.constexpr(1.4426950408889634)
 _NEGATIVE = gl.constexpr(-1.0e30)
 _NEVER = gl.constexpr(1 << 30)  # a distance between positions beyond any context
-_MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
-_A = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
-_B = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
-_CHUNKS = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))  # 16 bytes a thread
-_TOKEN_META = gl.constexpr(gl.DistributedLinearLayout([[1], [2], [4], [8]], [[16], [32], [0], [0], [0]], [], [], [64]))
-_LOW_TILE = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[1, 0, 0], [0, 0, 1], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
-        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [], [], [2, 8, 64],
-    )
-)  # fmt: skip
-_V_TILE = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [8, 0], [0, 8], [16, 0], [32, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [64, 16]
-    )
-)
 page_ranges = gluon.jit(_page_ranges.fn)
 window_range = gluon.jit(_window_range.fn)
 # Triton 3.9 renamed the copy.
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
-@gluon.constexpr_function
-def _rows_layout(rows, columns):
-    """[rows, columns] as in the fragments of A and of accumulators; lanes hold (g, t)."""
-    registers = [[0, 1]] + ([[8, 0]] if rows == 16 else [])
-    step = 8
-    while step < columns:
-        registers.append([0, step])
-        step *= 2
-    return gl.DistributedLinearLayout(registers, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [rows, columns])
-
-
-@gluon.constexpr_function
-def _channel_meta(channels):
-    """[channels], natural order: thread t owns a quarter."""
-    registers = [[1 << i] for i in range((channels // 4).bit_length() - 1)]
-    lanes = [[channels // 4], [channels // 2], [0], [0], [0]]
-    return gl.DistributedLinearLayout(registers, lanes, [], [], [channels])
-
-
-@gluon.constexpr_function
-def _key_rows(tokens, channels):
-    """16-bit rows [tokens, channels]: thread t owns a quarter of the channels of tokens g, g + 8, ..."""
-    registers = [[0, 1 << i] for i in range((channels // 4).bit_length() - 1)]
-    registers += [[8 << i, 0] for i in range((tokens // 8).bit_length() - 1)]
-    lanes = [[0, channels // 4], [0, channels // 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [], [], [tokens, channels])
-
-
-@gluon.constexpr_function
-def _code_chunks(channels):
-    """Halfwords of a page's key codes: thread t owns a quarter of each token's."""
-    return gl.BlockedLayout([channels // 16], [32], [1], [0])
-
-
-# -- unpacking ----------------------------------------------------------------
-_CODES_WITH_BASE = gl.constexpr("""
-{
-.reg .b32 s;
-lop3.b32 $0, $4, 0x000F000F, 0x64006400, 0xEA;
-lop3.b32 $1, $4, 0x00F000F0, 0x54005400, 0xEA;
-shr.u32 s, $4, 8;
-lop3.b32 $2, s, 0x000F000F, 0x64006400, 0xEA;
-lop3.b32 $3, s, 0x00F000F0, 0x54005400, 0xEA;
-}
-""")
-"""1024 + code (nibbles 0 and 2), 64 + code (1 and 3): the caller takes the base off."""
-
-_CODES = gl.constexpr("""
-{
-.reg .b32 s, a, b, c, d, base_low, base_high;
-lop3.b32 a, $4, 0x000F000F, 0x64006400, 0xEA;
-lop3.b32 b, $4, 0x00F000F0, 0x54005400, 0xEA;
-shr.u32 s, $4, 8;
-lop3.b32 c, s, 0x000F000F, 0x64006400, 0xEA;
-lop3.b32 d, s, 0x00F000F0, 0x54005400, 0xEA;
-mov.b32 base_low, 0xE400E400;
-mov.b32 base_high, 0xD400D400;
-add.rn.f16x2 $0, a, base_low;
-add.rn.f16x2 $1, b, base_high;
-add.rn.f16x2 $2, c, base_low;
-add.rn.f16x2 $3, d, base_high;
-}
-""")
-
-
-@gluon.jit
-def _unpack(x, EXACT: gl.constexpr):
-    """int16 -> four fp16 codes; packed asm keeps pairs together."""
-    ASM: gl.constexpr = _CODES if EXACT else _CODES_WITH_BASE
-    return gl.inline_asm_elementwise(
-        ASM, "=r,=r,=r,=r,r", [x], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2
-    )
-
-
-@gluon.jit
-def _key_tile(x, D: gl.constexpr, EXACT: gl.constexpr):
-    """Key codes of a page (int16 [16 D]) -> B operand [D, 64], channels in MMA order."""
-    a, b, c, d = _unpack(gl.reshape(x, [_PAGE, 4, D // 32, 2]), EXACT)  # token, t, al, e
-    y = gl.join(gl.join(a, c), gl.join(b, d))  # token, t, al, e, i1, i0
-    y = gl.reshape(gl.permute(y, [2, 4, 5, 1, 3, 0]), [D, _PAGE])  # al, i1, i0, t, e; token
-    return gl.convert_layout(y, _B, assert_trivial=True)
-
-
-@gluon.jit
-def _value_tile(x):
-    """Value codes of a group (int16 [1024]) -> A operand [64, 64], everything in natural order."""
-    a, b, c, d = _unpack(gl.reshape(x, [4, 8, 4, 4, 2]), True)  # j, g, t, x, e
-    y = gl.join(gl.join(a, c), gl.join(b, d))  # j, g, t, x, e, i1, i0
-    y = gl.reshape(gl.permute(y, [0, 6, 1, 3, 5, 2, 4]), [64, _PAGE])  # j, i0, g; x, i1, t, e
-    return gl.convert_layout(y, _A, assert_trivial=True)
-
-
-@gluon.jit
-def _channels_to_mma(x, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """[D] in natural order -> MMA order, no data moved."""
-    y = gl.reshape(gl.permute(gl.reshape(x, [4, D // 32, 4, 2]), [1, 2, 0, 3]), [D])
-    return gl.convert_layout(y, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _slots_to_tokens(x, LAYOUT: gl.constexpr):
-    """Per-token metadata [64] as stored -> token order."""
-    y = gl.reshape(gl.permute(gl.reshape(x, [4, 4, 2, 2]), [1, 2, 0, 3]), [_PAGE])
-    return gl.convert_layout(y, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _low_tile(first, second):
-    """Value minima of two groups, as stored -> A operand [16, 64]: rows 0-7 the first, 8-15 the second."""
-    y = gl.reshape(gl.permute(gl.reshape(gl.join(first, second), [4, 4, 2, 2, 2]), [4, 1, 2, 0, 3]), [2, _PAGE])
-    y = gl.convert_layout(y, gl.SliceLayout(1, _LOW_TILE), assert_trivial=True)
-    y = gl.reshape(gl.expand_dims(y, 1).broadcast_to([2, 8, _PAGE]), [16, _PAGE])
-    return gl.convert_layout(y, _A, assert_trivial=True)
-
-
-@gluon.jit
-def _repeat8(x):
-    x = gl.join(x, x)
-    x = gl.join(x, x)
-    return gl.join(x, x)
-
-
-@gluon.jit
-def _pad_rows(q, D: gl.constexpr, R: gl.constexpr):
-    """Query rows [R, D] -> A operand [16, D], padded with zeros in registers."""
-    if R == 8:
-        q = gl.join(q, gl.full([8, D], 0.0, q.dtype, _rows_layout(8, D)))
-        q = gl.reshape(gl.permute(q, [2, 0, 1]), [16, D])
-    return gl.convert_layout(q, _A, assert_trivial=True)
-
-
-@gluon.jit
-def _drop_rows(s, R: gl.constexpr, N: gl.constexpr):
-    """Accumulator [16, N] -> its first R rows."""
-    if R == 8:
-        s, _ = gl.split(gl.permute(gl.reshape(s, [2, 8, N]), [1, 2, 0]))
-    return gl.convert_layout(s, _rows_layout(R, N), assert_trivial=True)
-
-
 # -- steps --------------------------------------------------------------------
 @gluon.jit
 def _softmax(s, factor, mask, peak, total, MASKED: gl.constexpr, R: gl.constexpr, N: gl.constexpr):
     """Online softmax of scores [R, N] times factor [R]; the row sums stay spread over 8 columns until the end."""
-    TOTAL: gl.constexpr = _rows_layout(R, 8)
+    TOTAL: gl.constexpr = rows_layout(R, 8)
     if MASKED:
         s = gl.where(mask, s, _NEGATIVE)
     new_peak = gl.maximum(peak, gl.max(s, 1) * factor)  # the factor is positive
@@ -210,7 +76,7 @@ def _softmax(s, factor, mask, peak, total, MASKED: gl.constexpr, R: gl.constexpr
         p = gl.where(mask, p, 0.0)
     part = gl.convert_layout(gl.sum(gl.reshape(p, [R, N // 8, 8]), 1), TOTAL, assert_trivial=True)
     total = total * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, TOTAL)), 1) + part
-    columns = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(0, _MMA)), 0)
+    columns = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(0, MMA)), 0)
     return p, columns, new_peak, total
 
 
@@ -226,13 +92,13 @@ def _value_group(
     D: gl.constexpr, R: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """acc * alpha + codes of value group g times (p * scale)."""
-    P: gl.constexpr = _rows_layout(R, 64)
-    scale = _slots_to_tokens(_halves(ring_m, stage, 2 * D + 64 * g, 64, _TOKEN_META), gl.SliceLayout(0, P))
+    P: gl.constexpr = rows_layout(R, 64)
+    scale = slots_to_tokens(_halves(ring_m, stage, 2 * D + 64 * g, 64, TOKEN_META), gl.SliceLayout(0, P))
     if MASKED:  # unwritten values: 0 * NaN is NaN
         scale = gl.where(m_tokens, scale, 0.0).to(gl.float16)
-    weight = gl.convert_layout(gl.permute(half * gl.expand_dims(scale, 0), [1, 0]), _B, assert_trivial=True)
-    codes = ring_v.index(stage).slice(1024 * g, 1024).load(_CHUNKS)
-    return mma_v2(_value_tile(codes), weight, acc * alpha)
+    weight = gl.convert_layout(gl.permute(half * gl.expand_dims(scale, 0), [1, 0]), OPERAND_B, assert_trivial=True)
+    codes = ring_v.index(stage).slice(1024 * g, 1024).load(CHUNKS)
+    return mma_v2(value_tile(codes), weight, acc * alpha)
 
 
 @gluon.jit
@@ -241,41 +107,41 @@ def _page_step(
     D: gl.constexpr, R: gl.constexpr, MASKED: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
     """One body page, in a stage of the ring. Values are fetched after the scores: registers are short."""
-    Q: gl.constexpr = _rows_layout(R, D)
-    META: gl.constexpr = _channel_meta(D)
-    k_scale = _channels_to_mma(_halves(ring_m, stage, 0, D, META), D, gl.SliceLayout(0, Q))
-    k_min = _channels_to_mma(_halves(ring_m, stage, D, D, META), D, gl.SliceLayout(1, _B))
+    Q: gl.constexpr = rows_layout(R, D)
+    META: gl.constexpr = channel_meta(D)
+    k_scale = channels_to_mma(_halves(ring_m, stage, 0, D, META), D, gl.SliceLayout(0, Q))
+    k_min = channels_to_mma(_halves(ring_m, stage, D, D, META), D, gl.SliceLayout(1, OPERAND_B))
     column = gl.expand_dims(k_min, 1).broadcast_to([D, 8])
-    bias = mma_v2(_pad_rows(q, D, R), column, gl.full([16, 8], 0.0, gl.float32, _MMA))
-    scaled = _pad_rows(q * gl.expand_dims(k_scale, 0), D, R)
+    bias = mma_v2(pad_rows(q, D, R), column, gl.full([16, 8], 0.0, gl.float32, MMA))
+    scaled = pad_rows(q * gl.expand_dims(k_scale, 0), D, R)
     if not EXACT:
-        i_c = gl.arange(0, D, layout=gl.SliceLayout(1, _B))
+        i_c = gl.arange(0, D, layout=gl.SliceLayout(1, OPERAND_B))
         base = gl.where(((i_c >> 3) & 1) == 0, -1024.0, -64.0).to(gl.float16)
         bias = mma_v2(scaled, gl.expand_dims(base, 1).broadcast_to([D, 8]), bias)
-    bias = gl.reshape(gl.permute(_repeat8(bias), [0, 2, 3, 4, 1]), [16, 64])
-    codes = _key_tile(ring_k.index(stage).load(_code_chunks(D)), D, EXACT)
-    s = mma_v2(scaled, codes, gl.convert_layout(bias, _MMA, assert_trivial=True))
-    s = _drop_rows(s, R, 64)
+    bias = gl.reshape(gl.permute(repeat8(bias), [0, 2, 3, 4, 1]), [16, 64])
+    codes = key_tile(ring_k.index(stage).load(code_chunks(D)), D, EXACT)
+    s = mma_v2(scaled, codes, gl.convert_layout(bias, MMA, assert_trivial=True))
+    s = drop_rows(s, R, 64)
     p, alpha, peak, total = _softmax(s, factor, mask, peak, total, MASKED, R, 64)
     half = p.to(gl.float16)
     acc0 = _value_group(0, half, ring_v, ring_m, stage, acc0, alpha, m_tokens, D, R, MASKED)
     if D == 128:
         acc1 = _value_group(1, half, ring_v, ring_m, stage, acc1, alpha, m_tokens, D, R, MASKED)
-    min0 = _halves(ring_m, stage, 3 * D, 64, _TOKEN_META)
-    min1 = _halves(ring_m, stage, 4 * D - 64, 64, _TOKEN_META)  # the same group again when D is 64
+    min0 = _halves(ring_m, stage, 3 * D, 64, TOKEN_META)
+    min1 = _halves(ring_m, stage, 4 * D - 64, 64, TOKEN_META)  # the same group again when D is 64
     if MASKED:
         min0 = gl.where(m_slots, min0, 0.0).to(gl.float16)
         min1 = gl.where(m_slots, min1, 0.0).to(gl.float16)
-    plain = gl.convert_layout(gl.permute(half, [1, 0]), _B, assert_trivial=True)
-    low = mma_v2(_low_tile(min0, min1), plain, low * alpha)
+    plain = gl.convert_layout(gl.permute(half, [1, 0]), OPERAND_B, assert_trivial=True)
+    low = mma_v2(low_tile(min0, min1), plain, low * alpha)
     return peak, total, acc0, acc1, low
 
 
 @gluon.jit
 def _issue(p_page, ring_k, ring_v, ring_m, stage, D: gl.constexpr):
     """Start the copy of a page into a stage of the ring."""
-    o = gl.arange(0, 16 * D, layout=_CHUNKS)
-    o_m = gl.arange(0, 4 * D, layout=_CHUNKS)
+    o = gl.arange(0, 16 * D, layout=CHUNKS)
+    o_m = gl.arange(0, 4 * D, layout=CHUNKS)
     _copy(ring_k.index(stage), p_page + o)
     _copy(ring_v.index(stage), p_page + 16 * D + o)
     _copy(ring_m.index(stage), p_page + 32 * D + o_m)
@@ -284,12 +150,12 @@ def _issue(p_page, ring_k, ring_v, ring_m, stage, D: gl.constexpr):
 @gluon.jit
 def _value_rows(p_rows, s_wt, m_key, o_group):
     """16-bit values of 16 tokens, one group of channels -> A operand [64, 16]."""
-    i_e = gl.arange(0, 64, layout=gl.SliceLayout(1, _V_TILE))
-    i_t = gl.arange(0, 16, layout=gl.SliceLayout(0, _V_TILE))
-    m = gl.convert_layout(m_key, gl.SliceLayout(0, _V_TILE))
+    i_e = gl.arange(0, 64, layout=gl.SliceLayout(1, V_TILE))
+    i_t = gl.arange(0, 16, layout=gl.SliceLayout(0, V_TILE))
+    m = gl.convert_layout(m_key, gl.SliceLayout(0, V_TILE))
     p = p_rows + o_group + gl.expand_dims(i_t, 0) * s_wt + gl.expand_dims(i_e, 1)
     v = gl.load(p, mask=gl.expand_dims(m, 0).broadcast_to([64, 16]), other=0.0)
-    return gl.convert_layout(v, _A, assert_trivial=True)
+    return gl.convert_layout(v, OPERAND_A, assert_trivial=True)
 
 
 @gluon.jit
@@ -306,9 +172,9 @@ def _decode_rows(
     WINDOW_PAGE: gl.constexpr, STAGES: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
     """R rows (query token, head of the group) of one item and KV head, from row_0 on."""
-    Q: gl.constexpr = _rows_layout(R, D)
-    P: gl.constexpr = _rows_layout(R, 64)
-    W: gl.constexpr = _rows_layout(R, 16)
+    Q: gl.constexpr = rows_layout(R, D)
+    P: gl.constexpr = rows_layout(R, 64)
+    W: gl.constexpr = rows_layout(R, 16)
     ROWS: gl.constexpr = G * q_len
     i_item = gl.program_id(0)
     i_h = gl.program_id(1)
@@ -341,10 +207,10 @@ def _decode_rows(
     factor = gl.convert_layout(power * log_scale, gl.SliceLayout(1, P))
 
     peak = gl.full([R], _NEGATIVE, gl.float32, gl.SliceLayout(1, P))
-    total = gl.full([R, 8], 0.0, gl.float32, _rows_layout(R, 8))
-    acc0 = gl.full([64, R], 0.0, gl.float32, _MMA)
-    acc1 = gl.full([64, R], 0.0, gl.float32, _MMA)
-    low = gl.full([16, R], 0.0, gl.float32, _MMA)
+    total = gl.full([R, 8], 0.0, gl.float32, rows_layout(R, 8))
+    acc0 = gl.full([64, R], 0.0, gl.float32, MMA)
+    acc1 = gl.full([64, R], 0.0, gl.float32, MMA)
+    low = gl.full([16, R], 0.0, gl.float32, MMA)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ring_k = gl.allocate_shared_memory(gl.int16, [STAGES, 16 * D], FLAT)
     ring_v = gl.allocate_shared_memory(gl.int16, [STAGES, 16 * D], FLAT)
@@ -382,30 +248,30 @@ def _decode_rows(
     q_pos = computed + i_out // G
     for u in range(gl.maximum(u_first, body) - body, gl.minimum(u_last - body, edges)):
         page = gl.where(u < sink_end, u, u + body)
-        pos = page * _PAGE + gl.arange(0, 64, layout=gl.SliceLayout(0, P))
+        pos = page * PAGE + gl.arange(0, 64, layout=gl.SliceLayout(0, P))
         entry = gl.load(p_window_row + pos // WINDOW_PAGE, mask=pos < computed, other=0)
         held = (pos >= computed) | ((entry > 0) & ((pos < sink_tokens) | (pos >= computed - retained)))
         block = gl.load(p_table + page).to(gl.int64)
-        reaches = (page * _PAGE + recent_tokens <= seq_len - 1) | (gl.min(held.to(gl.int32), 0) == 0)
+        reaches = (page * PAGE + recent_tokens <= seq_len - 1) | (gl.min(held.to(gl.int32), 0) == 0)
         if reaches & (block > 0):
             _issue(p_head + block * s_bb, ring_k, ring_v, ring_m, 0, D)
             async_copy.commit_group()
             # The least distance at which a token is read in INT4. Padded rows compute nonsense for themselves.
             least = gl.where(held, gl.where(pos < sink_tokens, _NEVER, recent_tokens), 0)
             mask = gl.expand_dims(q_pos, 1) - gl.expand_dims(pos, 0) >= gl.expand_dims(least, 0)
-            i_s = gl.arange(0, 64, layout=_TOKEN_META)
+            i_s = gl.arange(0, 64, layout=TOKEN_META)
             token = ((i_s >> 2) & 3) * 16 + ((i_s >> 1) & 1) * 8 + (i_s >> 4) * 2 + (i_s & 1)
             async_copy.wait_group(0)
             peak, total, acc0, acc1, low = _page_step(
-                q, factor, ring_k, ring_v, ring_m, 0, mask, pos < seq_len, page * _PAGE + token < seq_len,
+                q, factor, ring_k, ring_v, ring_m, 0, mask, pos < seq_len, page * PAGE + token < seq_len,
                 peak, total, acc0, acc1, low, D, R, True, EXACT,
             )  # fmt: skip
 
     # 3. The 16-bit window, one window page a step, queries in their own dtype.
     w_first, w_last = window_range(u_first, u_last, pages, window_sinks + window_pages - window_start)
     if w_first < w_last:
-        q_raw = _pad_rows(gl.load(p_q_tile, mask=m_q, other=0.0), D, R)
-        KR: gl.constexpr = _key_rows(16, D)
+        q_raw = pad_rows(gl.load(p_q_tile, mask=m_q, other=0.0), D, R)
+        KR: gl.constexpr = key_rows(16, D)
         i_t = gl.arange(0, 16, layout=gl.SliceLayout(1, KR))
         i_d = gl.arange(0, D, layout=gl.SliceLayout(0, KR))
         o_out = row_0 + gl.arange(0, R, layout=gl.SliceLayout(1, W))
@@ -429,9 +295,9 @@ def _decode_rows(
                 if D == 128 and R == 8:  # 16 rows have no registers left for it
                     v1 = _value_rows(p_rows, s_wt, m_k, D + 64)
                 k = gl.permute(gl.reshape(k, [16, 4, D // 32, 2, 2, 2]), [2, 3, 4, 1, 5, 0])
-                k = gl.convert_layout(gl.reshape(k, [D, 16]), _B, assert_trivial=True)
-                s = mma_v2(q_raw, k, gl.full([16, 16], 0.0, gl.float32, _MMA))
-                s = _drop_rows(s, R, 16)
+                k = gl.convert_layout(gl.reshape(k, [D, 16]), OPERAND_B, assert_trivial=True)
+                s = mma_v2(q_raw, k, gl.full([16, 16], 0.0, gl.float32, MMA))
+                s = drop_rows(s, R, 16)
                 pos = w_page * WINDOW_PAGE + gl.arange(0, 16, layout=gl.SliceLayout(0, W))
                 m_pos = (pos < seq_len) & ((pos < sink_tokens) | (pos >= computed - retained))
                 # 0 <= distance < bound, in one unsigned comparison.
@@ -441,7 +307,7 @@ def _decode_rows(
                 w_peak = gl.convert_layout(peak, gl.SliceLayout(1, W))
                 p, alpha, w_peak, total = _softmax(s, flat, mask, w_peak, total, True, R, 16)
                 peak = gl.convert_layout(w_peak, gl.SliceLayout(1, P))
-                weight = gl.convert_layout(gl.permute(p.to(k.dtype), [1, 0]), _B, assert_trivial=True)
+                weight = gl.convert_layout(gl.permute(p.to(k.dtype), [1, 0]), OPERAND_B, assert_trivial=True)
                 acc0 = mma_v2(v0, weight, acc0 * alpha)
                 if D == 128:
                     if R == 16:
@@ -451,16 +317,16 @@ def _decode_rows(
 
     # The minima's rows 0-7 belong to the first group of channels, 8-15 to the second.
     low0, low1 = gl.split(gl.permute(gl.reshape(low, [2, 8, R]), [1, 2, 0]))
-    i_e = gl.arange(0, 64, layout=gl.SliceLayout(1, _MMA))
-    i_p = row_0 + gl.arange(0, R, layout=gl.SliceLayout(0, _MMA))
+    i_e = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+    i_p = row_0 + gl.arange(0, R, layout=gl.SliceLayout(0, MMA))
     at = (i_item.to(gl.int64) * H + i_h) * ROWS + i_p
     p_part = p_acc + gl.expand_dims(at, 0) * D + gl.expand_dims(i_e, 1)
     m_part = gl.expand_dims(i_p < ROWS, 0).broadcast_to([64, R])
-    low0 = gl.reshape(gl.permute(_repeat8(low0), [2, 3, 4, 0, 1]), [64, R])
-    gl.store(p_part, acc0 + gl.convert_layout(low0, _MMA), mask=m_part)
+    low0 = gl.reshape(gl.permute(repeat8(low0), [2, 3, 4, 0, 1]), [64, R])
+    gl.store(p_part, acc0 + gl.convert_layout(low0, MMA), mask=m_part)
     if D == 128:
-        low1 = gl.reshape(gl.permute(_repeat8(low1), [2, 3, 4, 0, 1]), [64, R])
-        gl.store(p_part + 64, acc1 + gl.convert_layout(low1, _MMA), mask=m_part)
+        low1 = gl.reshape(gl.permute(repeat8(low1), [2, 3, 4, 0, 1]), [64, R])
+        gl.store(p_part + 64, acc1 + gl.convert_layout(low1, MMA), mask=m_part)
     at = (i_item.to(gl.int64) * H + i_h) * ROWS + i_out
     gl.store(p_peak + at, peak, mask=i_out < ROWS)
     sums = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, P))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merges the partial results of a request's items by their log-sum-exp."""
+
 from __future__ import annotations
 
 import torch

@@ -6,6 +6,7 @@ An item is (request, first unit, end unit, seq_len), a unit about one body page 
 that depends on the batch size and the card only, so a CUDA graph holds for any lengths:
 the plan finds the smallest item size with which every request fits the budget.
 """
+
 from __future__ import annotations
 
 import torch

@@ -9,6 +9,7 @@ earlier ones from the window pages. Where the tiles are too few for the card (a 
 continuation of a long context), the unmasked pages are split over several programs and
 `merge` joins their partial results.
 """
+
 from __future__ import annotations
 
 import torch

@@ -8,6 +8,7 @@ exactly, hence IEEE divisions and no fused multiply-adds.
 
 A byte of codes never belongs to two tokens, so neither kernel reads what it writes.
 """
+
 from __future__ import annotations
 
 import torch

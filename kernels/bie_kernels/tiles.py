@@ -14,6 +14,7 @@ the codes lie in that order in memory, so tiles are left as they come:
 Token bits: token = 16 x + 8 i1 + 2 t + e. Channel bits of a key, with AL words of 8
 channels for each of 4 threads t: channel = 8 (AL t + al) + 4 i1 + 2 i0 + e.
 """
+
 from __future__ import annotations
 
 import triton
@@ -168,9 +169,7 @@ def first_rows(x, NQ: tl.constexpr):
 
 # -- scores -------------------------------------------------------------------
 @triton.jit
-def _key_codes(
-    p_rows, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, MMA_ORDER: tl.constexpr, ASM: tl.constexpr
-):
+def _key_codes(p_rows, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, MMA_ORDER: tl.constexpr, ASM: tl.constexpr):
     """K codes of BN tokens as fp16 [BD, BN]; padded channels are 0."""
     i_t, i_w = tl.arange(0, BN), tl.arange(0, BD // 4)
     p = p_rows.to(tl.pointer_type(tl.int16)) + i_t[:, None] * (D // 4) + i_w[None, :]

@@ -4,6 +4,7 @@
 Measured on an H200 (see NOTES.md); other cards take the same numbers, limited by their
 shared memory, until somebody measures them.
 """
+
 from __future__ import annotations
 
 import os
@@ -57,7 +58,7 @@ class DecodeTile:
     stages: int
 
 
-def decode_tile(layout: PageLayout, rows: int) -> DecodeTile:
+def decode_tile(rows: int) -> DecodeTile:
     """Tile for `rows` = GQA x query tokens of one KV head in the plain Triton kernel."""
     if rows <= 8:
         tile = 8
@@ -65,8 +66,8 @@ def decode_tile(layout: PageLayout, rows: int) -> DecodeTile:
         tile = 16
     else:
         tile = 32
-    wide = max(layout.head_size, layout.v_size) > 128
-    return DecodeTile(tile, 1 if tile <= 16 and not wide else 2, 2)
+    # One warp needs no barriers; wide heads spill a little with it, which costs less than they would.
+    return DecodeTile(tile, 1 if tile <= 16 else 2, 2)
 
 
 @dataclass(frozen=True)
@@ -84,5 +85,5 @@ def prefill_tile(layout: PageLayout, device: torch.device) -> PrefillTile:
         # Triton 3.6 miscompiles the wgmma products of 32 channels: two warps take mma.sync.
         return PrefillTile(32, 2, 1)
     if max(layout.head_size, layout.v_size) > 128:
-        return PrefillTile(64, 4, 2)
-    return PrefillTile(64, 4, 2)
+        return PrefillTile(64, 4, 1)
+    return PrefillTile(64, 4, 1)
