@@ -96,9 +96,12 @@ class PageSpec:
             return min(total, self.sink_pages + -(-self.window // self.tokens) + 1)
         return -(-min(self.window - 1 + in_flight, context) // self.tokens) + 1
 
-    def peak_extra(self) -> int:
-        """Pages beyond `pages` during the last chunk: the companion's window before and behind it."""
-        return -(-self.window // self.tokens) + 1 if self.kind == "window" else 0
+    def peak_extra(self, context: int, in_flight: int) -> int:
+        """Pages beyond `pages` during the last chunk: a companion then holds the window before and behind it."""
+        if self.kind != "window":
+            return 0
+        peak = self.sink_pages + 2 * (-(-self.window // self.tokens) + 1)
+        return peak - self.pages(context, in_flight)
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class Pool:
 
     def pool_bytes(self, context: int, sequences: int = 1) -> int:
         """Smallest pool that holds so many sequences: their blocks, one chunk's peak and the null block."""
-        extra = sum(max(spec.peak_extra() for spec in group) for group in self.groups)
+        extra = sum(max(spec.peak_extra(context, self.in_flight) for spec in group) for group in self.groups)
         return (sequences * self.blocks_per_sequence(context) + extra + 1) * self.block_bytes
 
     def blocks(self, pool_bytes: int) -> int:

@@ -33,14 +33,13 @@ def config_path(profile: str) -> Path:
     Raises:
         PlanError: the installation lacks it.
     """
-    folders = (
-        Path(__file__).resolve().parent.parent / "configs",
-        Path(sysconfig.get_path("data")) / "share" / "bie-vllm-plugin" / "configs",
-    )
+    here, share = Path(__file__).resolve().parent.parent, Path("share") / "bie-vllm-plugin" / "configs"
+    # A source tree, an environment, and `pip install --target`.
+    folders = (here / "configs", Path(sysconfig.get_path("data")) / share, here / share)
     for folder in folders:
         if (path := folder / f"{profile}.yaml").exists():
             return path
-    raise PlanError(f"--profile {profile} has no file in {' or '.join(map(str, folders))}; reinstall bie-vllm-plugin.")
+    raise PlanError(f"--profile {profile}: no {profile}.yaml in {folders[0]} or {folders[1]}; reinstall bie-vllm-plugin.")
 
 
 def profile_for(memory: int) -> str:

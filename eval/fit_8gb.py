@@ -35,8 +35,8 @@ from bie_vllm_plugin.plan_model import load_model
 from bie_vllm_plugin.plan_pool import EngineOptions
 from bie_vllm_plugin.plan_time import CARDS
 from bie_vllm_plugin.plan_units import MIB, PlanError, binary
-from bie_vllm_plugin.serve_args import config_path
 
+PROFILE = Path(__file__).resolve().parent.parent / "configs" / "8gb.yaml"
 BUDGET = 8192 * MIB
 GROWTH = 64 * MIB
 CONTEXT = 65536
@@ -192,7 +192,7 @@ def main() -> int:
     parser.add_argument("--device", type=int, default=0, help="GPU to use (0)")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     args = parser.parse_args()
-    profile = yaml.safe_load(config_path("8gb").read_text())
+    profile = yaml.safe_load(PROFILE.read_text())
     with tempfile.TemporaryDirectory() as folder:
         model = model_folder(Path(folder))
         try:

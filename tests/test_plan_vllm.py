@@ -88,7 +88,7 @@ def _engine_figures(job: dict) -> dict:
     llm = LLM(
         model=job["model"], load_format="dummy", skip_tokenizer_init=True, enforce_eager=True,
         dtype="bfloat16", max_model_len=CONTEXT, max_num_batched_tokens=CHUNK, max_num_seqs=4,
-        kv_cache_memory_bytes=POOL, disable_log_stats=True, **job["llm"],
+        kv_cache_memory_bytes=job.get("pool", POOL), disable_log_stats=True, **job["llm"],
     )  # fmt: skip
     cache = llm.llm_engine.vllm_config.cache_config
     config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
@@ -159,6 +159,31 @@ def test_startup_figures(tmp_path: Path) -> None:
         assert len(pool.groups) == figures["groups"], label
 
 
+@pytest.mark.engine
+def test_the_smallest_pool_boots_and_one_block_less_does_not(tmp_path: Path) -> None:
+    """`max_context` and `fits` are vLLM's and the plugin's own limits, to the block."""
+    cases = [("gqa", "bf16"), ("gqa", "int4_asym"), ("sliding", "fp8"), ("mamba2", "bf16")]
+    jobs, pools = [], []
+    for name, fmt in cases:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(MODELS[name]))
+        pool = build_pool(load_model(str(folder)), FORMATS[fmt], EngineOptions(chunk=CHUNK, cpu=True))
+        least = pool.pool_bytes(CONTEXT)
+        assert pool.max_context(least) >= CONTEXT > pool.max_context(least - 1)
+        llm = {"kv_cache_dtype": FORMATS[fmt].vllm}
+        if name == "mamba2":
+            llm["mamba_ssm_cache_dtype"] = "float32"
+        for size in (least, least - 1):
+            jobs.append({"model": str(folder), "llm": llm, "pool": size})
+            pools.append(pool)
+    for job, pool, figures in zip(jobs, pools, _boot(jobs, tmp_path), strict=True):
+        if job["pool"] == pool.pool_bytes(CONTEXT):
+            assert figures.get("blocks") == pool.blocks(job["pool"]), (job, figures)
+        else:
+            assert "error" in figures, (job, figures)
+
+
 # -- vLLM's own grouping on the specs of larger models, without an engine -----------------
 def _vllm_specs(model, fmt, options: EngineOptions) -> dict:
     """The specs that the layers would hand to vLLM on a GPU, by vLLM's and the plugin's own classes."""
@@ -219,7 +244,7 @@ def _vllm_figures(specs: dict, layout: str, options: EngineOptions, context: int
         attention_config=SimpleNamespace(hisparse_config=None),
         cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: resolved),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-        model_config=SimpleNamespace(max_model_len=context),
+        model_config=SimpleNamespace(max_model_len=context, original_max_model_len=context),
         speculative_config=None,
         max_in_flight_tokens=options.in_flight,
     )
@@ -293,6 +318,7 @@ def test_window_and_body_are_the_plugins() -> None:
         assert window.sink_pages == spec.sink_pages
         for tokens in (1, 15, 16, 17, 100, 300, 5000):
             assert window.pages(tokens, 0) == spec.pages_held(tokens)
+            assert window.pages(tokens, 0) + window.peak_extra(tokens, 0) == spec.peak_pages
         packed = body_spec(settings.page_layout(128), 8)
         assert (body.tokens, body.page_bytes) == (packed.block_size, packed.page_size_bytes)
 
@@ -319,6 +345,11 @@ if __name__ == "__main__":
     source = Path(sys.argv[1])
     out = []
     for one in json.loads(source.read_text()):
-        out.append(_engine_figures(one))
+        try:
+            out.append(_engine_figures(one))
+        except Exception as error:
+            if "pool" not in one:
+                raise
+            out.append({"error": str(error)})
         print(one, out[-1], flush=True)
     (source.parent / "figures.json").write_text(json.dumps(out))

