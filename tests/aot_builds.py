@@ -49,7 +49,8 @@ def source_of(fn: JITFunction, args: tuple, kwargs: dict) -> tuple[ASTSource, di
             constants[(index,)] = value
         elif isinstance(value, torch.Tensor):
             signature[param.name] = TYPES[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            if not param.do_not_specialize_on_alignment:
+                attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[param.name] = "fp32" if isinstance(value, float) else "i32"
             if type(value) is int and value % 16 == 0 and not frozen:

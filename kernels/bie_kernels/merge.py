@@ -11,10 +11,10 @@ from bie_kernels.tiles import NEGATIVE
 from bie_kernels.tuning import overlaps
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_len", "splits"])
 def merge_kernel(
-    p_plan, p_acc, p_peak, p_total, p_out, s_ot, s_oh, H, q_len,
-    ROWS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr,
+    p_plan, p_acc, p_peak, p_total, p_out, s_ot, s_oh, H, q_len, splits,
+    ROWS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr, PLANNED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BE channels of one row (query token and head) of one request; BS items at a time."""
@@ -24,11 +24,11 @@ def merge_kernel(
     i_e = (tl.program_id(2) % CHUNKS) * BE + tl.arange(0, BE)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if SPLITS > 0:
-        first = i_r * SPLITS
-        last = first + SPLITS
-    else:
+    if PLANNED:
         first, last = tl.load(p_plan + i_r), tl.load(p_plan + i_r + 1)
+    else:
+        first = i_r * splits
+        last = first + splits
     acc = tl.zeros([BE], tl.float32)
     peak = NEGATIVE * 1.0
     total = 0.0
@@ -75,11 +75,13 @@ def merge(
     _, heads, rows, size = acc.shape
     budget = acc.shape[0]
     # Few requests have many items each: then a program takes few channels, all items at once.
-    block = max(2, min(128, triton.next_power_of_2(triton.cdiv(budget, requests))))
+    # Three sizes only, each a compilation.
+    items = triton.cdiv(budget, requests)
+    block = 8 if items <= 8 else 32 if items <= 32 else 128
     channels = min(triton.next_power_of_2(size), max(32, 4096 // block))
     pdl = plan is not None and overlaps(out.device)
     merge_kernel[(requests, heads, rows * triton.cdiv(size, channels))](
-        plan, acc, peak, total, out, out.stride(0), out.stride(1), heads, q_len,
-        ROWS=rows, G=rows // q_len, E=size, BE=channels, BS=block, SPLITS=splits, PDL=pdl,
+        plan, acc, peak, total, out, out.stride(0), out.stride(1), heads, q_len, splits,
+        ROWS=rows, G=rows // q_len, E=size, BE=channels, BS=block, PLANNED=plan is not None, PDL=pdl,
         num_warps=1 if block <= 8 else 4, enable_fp_fusion=True, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -40,7 +40,7 @@ def _starts_size(requests: int) -> int:
     return (requests + 1 + 3) // 4 * 4  # items stay 16-byte aligned
 
 
-@triton.jit(do_not_specialize=["requests", "budget", "q_len"])
+@triton.jit(do_not_specialize=["requests", "budget", "q_len"], do_not_specialize_on_alignment=["p_lens", "p_plan"])
 def plan_kernel(
     p_lens, p_plan, requests, budget, q_len, sink_tokens, recent_tokens, min_units,
     BR: tl.constexpr, BB: tl.constexpr, WINDOW_PAGE: tl.constexpr,
@@ -107,10 +107,10 @@ def make_plan(
     check_ints("plan", plan, torch.int32, None)
     require(plan.shape[0] >= size, f"plan has {plan.shape[0]} numbers, {size} are needed")
     require(budget >= requests, f"budget={budget} is below the {requests} requests")
-    block = triton.next_power_of_2(requests)
+    block = max(128, triton.next_power_of_2(requests))  # few sizes: each is a compilation
     plan_kernel[(1,)](
         seq_lens, plan, requests, budget, q_len, sink_tokens, recent_tokens, MIN_UNITS,
-        BR=block, BB=triton.next_power_of_2(budget), WINDOW_PAGE=WINDOW_PAGE_TOKENS,
+        BR=block, BB=max(256, triton.next_power_of_2(budget)), WINDOW_PAGE=WINDOW_PAGE_TOKENS,
         num_warps=1 if block <= 128 else 4, enable_fp_fusion=False,
     )  # fmt: skip
     return plan[:size]

@@ -54,15 +54,15 @@ def _find_request(tile, p_starts, requests, BQ: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["requests"])
+@triton.jit(do_not_specialize=["requests", "splits"], do_not_specialize_on_alignment=["p_starts", "p_lens"])
 def prefill_kernel(
     p_q, p_k, p_v, p_body, p_window, p_body_table, p_window_table, p_starts, p_lens, p_out, p_acc, p_peak, p_total,
     s_qt, s_qh, s_kt, s_kh, s_vt, s_vh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, s_ot, s_oh,
-    requests, scale, sink_tokens, recent_tokens, retained,
+    requests, splits, scale, sink_tokens, recent_tokens, retained,
     G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SOFT_CAP: tl.constexpr, O_V_CODES: tl.constexpr,
     O_K_SCALE: tl.constexpr, O_K_ORIGIN: tl.constexpr, O_V_SCALE: tl.constexpr, O_V_MIN: tl.constexpr,
-    WINDOW_PAGE: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW_PAGE: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """One program: BM // G query tokens of one request, all heads of one KV head."""
     BQ: tl.constexpr = BM // G
@@ -103,7 +103,7 @@ def prefill_kernel(
     # 1. INT4 for every query of the tile.
     i_s = tl.program_id(2)
     body = body_end - sink_end
-    for page in tl.range(sink_end + body * i_s // SPLITS, sink_end + body * (i_s + 1) // SPLITS, num_stages=STAGES):
+    for page in tl.range(sink_end + body * i_s // splits, sink_end + body * (i_s + 1) // splits, num_stages=STAGES):
         p_page = p_body + tl.load(p_table + page).to(tl.int64) * s_bb + i_h * s_bh
         state = page_step(
             q, factor, q_pos, state, p_page, page, computed, p_window_row, end,
@@ -112,7 +112,7 @@ def prefill_kernel(
         )  # fmt: skip
 
     # 2. INT4 for some: the sinks' pages, then those after body_end. All masked work is the last split's.
-    mine = tl.where(i_s == SPLITS - 1, 1, 0)
+    mine = tl.where(i_s == splits - 1, 1, 0)
     for u in tl.range(0, (pages - body) * mine, num_stages=1):
         page = tl.where(u < sink_end, u, u - sink_end + body_end)
         i_p = page * _PAGE + WINDOW_PAGE * tl.arange(0, _PAGE // WINDOW_PAGE)
@@ -147,15 +147,15 @@ def prefill_kernel(
         p, alpha, peak, total = softmax_step(s, flat, mask, peak, total, SOFT_CAP, True)
         acc, low = add_values(p, alpha, acc, low, p_v_row, m_key, E, GROUP, False, ASM)
 
-    if SPLITS == 1:
-        total = tl.where(total == 0.0, 1.0, total)
-        p_row = p_out + i_token * s_ot + i_head * s_oh
-    else:  # partials [token, split, head, E]
-        at = (i_token * SPLITS + i_s) * (tl.num_programs(0) * G) + i_head
+    if PARTIAL:  # [token, split, head, E]
+        at = (i_token * splits + i_s) * (tl.num_programs(0) * G) + i_head
         tl.store(p_peak + at, peak, mask=m_row)
         tl.store(p_total + at, total, mask=m_row)
         total = tl.full([BM], 1.0, tl.float32)
         p_row = p_acc + at * E
+    else:
+        total = tl.where(total == 0.0, 1.0, total)
+        p_row = p_out + i_token * s_ot + i_head * s_oh
     for g in tl.static_range((E + GROUP - 1) // GROUP):
         i_e = g * GROUP + tl.arange(0, GROUP)
         part = (acc[g] + low[g][:, None]) / total[:, None]
@@ -235,13 +235,13 @@ def prefill(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         body.stride(0), body.stride(1), window.stride(0), window.stride(1), window.stride(2),
         body_table.stride(0), window_table.stride(0), out.stride(0), out.stride(1),
-        requests, scale, sink_tokens, recent_tokens, retained,
+        requests, splits, scale, sink_tokens, recent_tokens, retained,
         G=group, D=layout.head_size, BD=max(32, triton.next_power_of_2(layout.head_size)), E=layout.v_size,
         BM=tile.rows, BN=layout.group_size if channel else PAGE_TOKENS, GROUP=layout.group_size,
         HEAD_DIM=not channel, SOFT_CAP=soft_cap, O_V_CODES=layout.v_codes, O_K_SCALE=layout.k_scale,
         O_K_ORIGIN=layout.k_origin, O_V_SCALE=layout.v_scale, O_V_MIN=layout.v_min,
         WINDOW_PAGE=window_page_tokens(q.element_size()), ASM=not interpreted(), STAGES=tile.stages,
-        SPLITS=splits, num_warps=tile.warps, enable_fp_fusion=True,
+        PARTIAL=splits > 1, num_warps=tile.warps, enable_fp_fusion=True,
     )  # fmt: skip
     if acc is not None:
         items = q.shape[0] * splits

@@ -117,7 +117,7 @@ def _key_words(codes, b_rows: tl.constexpr, b_channels: tl.constexpr):
 
 
 # -- store --------------------------------------------------------------------
-@triton.jit(do_not_specialize=["n_tokens"])
+@triton.jit(do_not_specialize=["n_tokens"], do_not_specialize_on_alignment=["p_body_slots", "p_window_slots"])
 def store_kernel(
     p_k, p_v, p_body, p_window, p_body_slots, p_window_slots, n_tokens,
     s_kt, s_kh, s_vt, s_vh, s_bb, s_bh, s_wp, s_wh, s_wt,
@@ -235,7 +235,7 @@ def _check_store(k: torch.Tensor, v: torch.Tensor, body: torch.Tensor, window: t
 
 
 # -- seal ---------------------------------------------------------------------
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["p_starts", "p_lens"])
 def seal_kernel(
     p_k, p_body, p_window, p_body_table, p_window_table, p_starts, p_lens,
     s_kt, s_kh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, sink_tokens,
