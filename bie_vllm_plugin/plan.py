@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -155,6 +156,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PlanError as error:
         print(f"bie-plan: {error}", file=sys.stderr)
         return EXIT_ERROR
+    try:
+        _print(plan, args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `bie-plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_FITS if plan.chosen.fits else EXIT_DOES_NOT_FIT
+
+
+def _print(plan: Plan, args: argparse.Namespace) -> None:
     from bie_vllm_plugin import plan_report
 
     if args.json:
@@ -169,7 +179,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan_report.print_plan(plan, console if console.is_terminal else Console(width=100))
         if args.plot:
             print(f"Plot: {args.plot}")
-    return EXIT_FITS if plan.chosen.fits else EXIT_DOES_NOT_FIT
 
 
 if __name__ == "__main__":

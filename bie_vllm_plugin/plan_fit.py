@@ -12,6 +12,7 @@ from bie_vllm_plugin.plan_formats import (
     quantised,
     refusal,
     skipped_layers,
+    text_only,
     token_bytes,
 )
 from bie_vllm_plugin.plan_layers import head_shape
@@ -360,6 +361,8 @@ def _notes(model: ModelShape, request: Request, formats: dict[str, FormatPlan]) 
             f"{len(kept)} of {len(model.layers)} layers slide over {kept[0].window:,} tokens and keep 16 bits; "
             "the rest grow with the context."
         )
+    if text_only(model, FORMATS[request.kv_cache_dtype]):
+        notes.append(f"{DTYPE_NAME} serves {model.name} as a language model only: add --language-model-only.")
     keeps = FORMATS[request.kv_cache_dtype].keeps
     if keeps:
         notes.append(f"vLLM keeps the first and last {keeps} layers in 16 bits with {request.kv_cache_dtype}.")

@@ -103,6 +103,18 @@ FORMATS: dict[str, Format] = {
 """In the order of the tables."""
 
 
+LEARNED_SINKS = ("gpt_oss", "mimo_v2", "mimo_v2_flash", "laguna")
+"""Model types with learnable attention sinks, which int4_asym refuses."""
+
+IMAGE_PREFIXES = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma")
+"""Model types whose images attend in both directions: int4_asym serves them with --language-model-only."""
+
+
+def text_only(model: ModelShape, fmt: Format) -> bool:
+    """Whether the format serves this multimodal model as a language model only."""
+    return fmt.name == DTYPE_NAME and str(model.config.get("model_type")) in IMAGE_PREFIXES
+
+
 def body_layout(layer: Layer, settings: Int4AsymConfig) -> PageLayout:
     """The INT4 page of a layer; raises ValueError when its head size has none."""
     return settings.page_layout(layer.head_size, layer.head_size_v)
@@ -164,6 +176,8 @@ def refusal(model: ModelShape, fmt: Format, settings: Int4AsymConfig) -> str:
         return f"{fmt.name} does not serve latent attention (MLA)"
     if fmt.name != DTYPE_NAME:
         return ""
+    if model.model_type in LEARNED_SINKS:
+        return f"{DTYPE_NAME} does not serve learnable attention sinks ({model.model_type})"
     if "state" in kinds:
         return f"{DTYPE_NAME} does not serve models with recurrent layers"
     if "chunked" in kinds:

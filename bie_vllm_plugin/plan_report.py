@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bie_vllm_plugin.plan_fit import FormatPlan, Plan, needed_bytes, pool_of, spilled_step
-from bie_vllm_plugin.plan_formats import FORMATS
+from bie_vllm_plugin.plan_formats import FORMATS, text_only
 from bie_vllm_plugin.plan_units import GIB, MIB, binary, both
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def markdown_row(plan: Plan) -> str:
     elif limit and limit < plan.request.context:
         verdict = f"the memory yes, the model no: made for {limit:,}"
     else:
-        verdict = "yes"
+        verdict = "yes, with --language-model-only" if text_only(plan.model, FORMATS[fmt.name]) else "yes"
     return f"{head} | {_longest(fmt, limit)} | {verdict} |"
 
 

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -40,6 +40,9 @@ from bie_vllm_plugin.serve_args import (
 
 WEIGHT_FLAGS = {"fp8": "fp8", "bitsandbytes": "int4"}
 """Values of vLLM's --quantization that change a 16-bit checkpoint's size, and the planner's word for them."""
+
+AUTO = ("auto", -1)
+"""Values of --max-model-len that leave it to vLLM."""
 
 CPU_SHARE = 0.9
 """Share of the free memory that a server on a CPU may take."""
@@ -104,7 +107,7 @@ def plan_request(settings: Settings, model: ModelShape, device: Device) -> Reque
         raise PlanError(f"--kv-cache-dtype {options.get('kv_cache_dtype')} is not planned; --force starts it anyway.")
     limit = model.max_context
     context = options.get("max_model_len")
-    if context in (None, "auto", -1):
+    if context is None or context in AUTO:
         context = limit or 4096
     context = int(context)
     tp = int(options.get("tensor_parallel_size") or 1)
@@ -248,6 +251,9 @@ def prepare(argv: list[str], device: Device) -> tuple[Settings, list[str], str]:
         if note := fit_context(settings, model):
             notes.append(note)
         plan = make_plan(model, plan_request(settings, model, device))
+        if settings.merged.get("max_model_len") in AUTO and not plan.chosen.fits and plan.chosen.max_context:
+            # vLLM shrinks the context to what fits; so does the plan.
+            plan = make_plan(model, replace(plan.request, context=plan.chosen.max_context))
     except ModelNotFound:
         raise
     except PlanError as error:
@@ -264,7 +270,7 @@ def prepare(argv: list[str], device: Device) -> tuple[Settings, list[str], str]:
                 f"{binary(needed)} and there are {binary(plan.budget)}; give the pool less."
             )
     if not refusal:
-        notes.append(plan.sentence)
+        notes += [*plan.notes, plan.sentence]
         if device.cpu and plan.request.pool is None:
             settings.rest += ["--kv-cache-memory-bytes", str(cpu_pool(plan))]
     if device.cpu and refusal:

@@ -39,7 +39,7 @@ def config_path(profile: str) -> Path:
     for folder in folders:
         if (path := folder / f"{profile}.yaml").exists():
             return path
-    raise PlanError(f"--profile {profile}: no {profile}.yaml in {folders[0]} or {folders[1]}; reinstall bie-vllm-plugin.")
+    raise PlanError(f"--profile {profile} has no file in {folders[0]} or {folders[1]}; reinstall bie-vllm-plugin.")
 
 
 def profile_for(memory: int) -> str:

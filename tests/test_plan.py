@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from bie_vllm_plugin import plan
-from bie_vllm_plugin.plan_formats import FORMATS
+from bie_vllm_plugin.config import Int4AsymConfig
+from bie_vllm_plugin.plan_formats import FORMATS, refusal
 from bie_vllm_plugin.plan_model import load_model, parse_config
 from bie_vllm_plugin.plan_report import as_json
 from bie_vllm_plugin.plan_units import GIB, KIB, MIB, PlanError, binary, both, parse_bytes, parse_rate
@@ -213,6 +214,21 @@ def test_which_layers_slide() -> None:
         model_type="jamba", attn_layer_period=4, attn_layer_offset=2, mamba_expand=2, mamba_d_state=16, mamba_d_conv=4
     )
     assert jamba == ["state", "state", "full", "state"]
+
+
+def test_refusals_follow_the_plugins_checks() -> None:
+    """Head sizes, learnable sinks and image prefixes as `checks.py` has them."""
+    base = {
+        "hidden_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "vocab_size": 512, "intermediate_size": 512,
+    }  # fmt: skip
+    fmt, settings = FORMATS["int4_asym"], Int4AsymConfig()
+    assert "learnable attention sinks" in refusal(parse_config("m", {**base, "model_type": "gpt_oss"}), fmt, settings)
+    odd = parse_config("m", {**base, "model_type": "llama", "head_dim": 72})
+    assert refusal(odd, fmt, settings) == "int4_asym does not serve head size 72"
+    assert not refusal(odd, FORMATS["fp8"], settings)
+    gemma = planned(str(MODELS / "Gemma-3-4B"), "--weights", "int4")
+    assert any("--language-model-only" in note for note in gemma["notes"])
 
 
 def test_hybrids_hold_a_state_of_fixed_size(tmp_path: Path) -> None:

@@ -90,6 +90,12 @@ def test_profile_follows_the_card(capsys: pytest.CaptureFixture) -> None:
     assert value(command, "--config").endswith("24gb.yaml")
 
 
+def test_auto_context_is_what_fits(capsys: pytest.CaptureFixture) -> None:
+    command, err = dry(capsys, CARD_8, LLAMA_AWQ, "--profile", "8gb", "--max-model-len", "auto")
+    assert value(command, "--max-model-len") == "auto"
+    assert "Fits: 39,2" in err  # of the model's 131,072
+
+
 def test_own_config_replaces_the_profile(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     config = tmp_path / "mine.yaml"
     config.write_text("kv-cache-dtype: fp8\nmax-model-len: 8192\n")
