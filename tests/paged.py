@@ -31,6 +31,7 @@ class PagedRequest:
         self.body_pages, self.free_window = body_pages, list(window_pages)
         self.window_table = torch.zeros(-(-k.shape[0] // self.page_tokens) + 1, dtype=torch.long)
         self.computed = 0
+        self.row = 0  # pages that the table covers
 
     def schedule(self, n: int) -> tuple[RequestStep, torch.Tensor, torch.Tensor]:
         """Allocate as the manager does for n more tokens; returns the step and both slot mappings."""
@@ -39,12 +40,13 @@ class PagedRequest:
         held = max(0, self.computed - self.rule.retained_tokens) // self.page_tokens
         sink_pages = -(-self.rule.sink_tokens // self.page_tokens)
         for i in range(-(-end // self.page_tokens)):
-            fresh = i >= -(-self.computed // self.page_tokens)
-            if fresh and (i < sink_pages or i >= keep):
-                self.window_table[i] = self.free_window.pop()
+            if i >= self.row:  # rejected drafts leave their pages to the tokens that replace them
+                if i < sink_pages or i >= keep:
+                    self.window_table[i] = self.free_window.pop()
             elif sink_pages <= i < held and self.window_table[i] > 0:
                 # Freed: somebody else writes it now, but the worker's table still names it.
                 self.window[self.window_table[i]] = math.nan
+        self.row = max(self.row, -(-end // self.page_tokens))
         positions = torch.arange(self.computed, end)
         step = RequestStep(0, n, self.computed, self.body_pages, self.window_table, self.page_tokens, self.rule)
         body_slots = self.body_pages[positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input: one sentence that names the setting, the value and what is allowed, at configuration time."""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from bie_vllm_plugin.config import Int4AsymConfig
+
+BAD_SETTINGS = {
+    "unknown key": ({"sinks": 4}, ["int4_asym.sinks=4", "is not a setting", "sink_tokens, recent_tokens"]),
+    "wrong type": ({"sink_tokens": "8"}, ["int4_asym.sink_tokens='8'", "integer"]),
+    "float": ({"recent_tokens": 128.5}, ["int4_asym.recent_tokens=128.5", "integer"]),
+    "bool": ({"sink_tokens": True}, ["int4_asym.sink_tokens=True", "integer"]),
+    "negative sink": ({"sink_tokens": -1}, ["int4_asym.sink_tokens=-1", "from 0 to 64"]),
+    "sink beyond a page": ({"sink_tokens": 65}, ["int4_asym.sink_tokens=65", "from 0 to 64"]),
+    "window below a page": ({"recent_tokens": 63}, ["recent_tokens=63", "at least 64", "key_axis='head_dim'"]),
+    "negative window": ({"recent_tokens": -5, "key_axis": "head_dim"}, ["recent_tokens=-5", "negative"]),
+    "group size": ({"group_size": 128}, ["int4_asym.group_size=128", "64, 32"]),
+    "key axis": ({"key_axis": "token"}, ["int4_asym.key_axis='token'", "'channel' or 'head_dim'"]),
+    "prefix hits": ({"prefix_hits": "exact"}, ["int4_asym.prefix_hits='exact'", "'relaxed' or 'strict'"]),
+    "not a mapping": ([1, 2], ["additional_config['int4_asym']=[1, 2]", "mapping", "prefix_hits"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SETTINGS)
+def test_bad_settings(case):
+    raw, words = BAD_SETTINGS[case]
+    with pytest.raises(ValueError) as error:
+        Int4AsymConfig.parse(raw)
+    message = str(error.value)
+    assert all(word in message for word in words), message
+    assert message.count("\n") == 0 and message.endswith(".") and len(message) < 300
+
+
+def test_good_settings_are_frozen_and_complete():
+    config = Int4AsymConfig.parse({"recent_tokens": 0, "key_axis": "head_dim", "sink_tokens": 0, "group_size": 32})
+    assert config.model_dump() == {
+        "sink_tokens": 0, "recent_tokens": 0, "group_size": 32, "key_axis": "head_dim", "prefix_hits": "relaxed",
+    }  # fmt: skip
+    assert Int4AsymConfig.parse(None) == Int4AsymConfig() and Int4AsymConfig.parse(config) is config
+    with pytest.raises(ValueError):
+        config.sink_tokens = 4
+
+
+# What is refused when the engine's configuration is made: name -> (extra code, arguments, words of the sentence).
+BAD_ENGINES = {
+    "settings": ("", {"additional_config": {"int4_asym": {"sinks": 1}}}, ["int4_asym.sinks=1"]),
+    "block size": ("", {"block_size": 32}, ["--block-size 32", "64 tokens", "leave the flag out"]),
+    "no hybrid manager": ("", {"disable_hybrid_kv_cache_manager": True}, ["--disable-hybrid-kv-cache-manager"]),
+    "connector": (
+        "from vllm.config import KVTransferConfig\n"
+        "extra['kv_transfer_config'] = KVTransferConfig(kv_connector='ExampleConnector', kv_role='kv_both')",
+        {}, ["--kv-transfer-config", "'ExampleConnector'"],
+    ),
+    "offloading": ("", {"kv_offloading_size": 1.0}, ["--kv-offloading-size 1.0"]),
+    "attention backend": ("", {"attention_backend": "TRITON_ATTN"}, ["--attention-backend TRITON_ATTN"]),
+    "batch invariant": (
+        "import os, vllm.envs as envs; envs.VLLM_BATCH_INVARIANT = True", {}, ["VLLM_BATCH_INVARIANT=1", "unset it"],
+    ),
+    "custom slot": (
+        "from vllm.v1.attention.backends.registry import register_backend, AttentionBackendEnum\n"
+        "register_backend(AttentionBackendEnum.CUSTOM, 'other.plugin.Backend')",
+        {}, ["CUSTOM", "other.plugin.Backend", "VLLM_PLUGINS"],
+    ),
+    "decode context parallel": (
+        "", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "distributed_executor_backend": "mp"},
+        ["--decode-context-parallel-size 2"],
+    ),
+    "kv scheme": (
+        "", {"hf_overrides": {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic",
+                                                      "kv_cache_scheme": {"num_bits": 8}}}},
+        ["KV-cache scheme of its own", "num_bits"],
+    ),
+    "draft model": (
+        "", {"speculative_config": {"method": "draft_model", "model": "MODEL", "num_speculative_tokens": 2}},
+        ["'draft_model'", "ngram"],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def refusals(model_64) -> dict[str, str]:
+    """The message of every case, one process for all of them (each makes a configuration, no engine)."""
+    parts = [
+        "import json, traceback",
+        "from vllm.engine.arg_utils import EngineArgs",
+        "from vllm.v1.attention.backends import registry",
+        "import vllm.envs as envs",
+        "results = {}",
+    ]
+    for name, (code, arguments, _) in BAD_ENGINES.items():
+        arguments = json.loads(json.dumps(arguments).replace("MODEL", model_64))
+        body = textwrap.indent(
+            f"extra = dict({arguments!r})\n{code}\n"
+            f"EngineArgs(model={model_64!r}, kv_cache_dtype='int4_asym', skip_tokenizer_init=True, **extra)"
+            f".create_engine_config()\nresults[{name!r}] = 'accepted'",
+            "    ",
+        )
+        parts.append(
+            f"try:\n{body}\nexcept Exception as error:\n    results[{name!r}] = str(error)\n"
+            "registry._ATTN_OVERRIDES.clear(); envs.__dict__.pop('VLLM_BATCH_INVARIANT', None)"
+        )
+    parts.append("print('RESULTS' + json.dumps(results))")
+    done = subprocess.run([sys.executable, "-c", "\n".join(parts)], capture_output=True, text=True, timeout=300)
+    assert "RESULTS" in done.stdout, done.stderr[-3000:]
+    return json.loads(done.stdout.split("RESULTS")[1])
+
+
+@pytest.mark.parametrize("case", BAD_ENGINES)
+def test_bad_engine_configurations(refusals, case):
+    message, words = refusals[case], BAD_ENGINES[case][2]
+    assert all(word in message for word in words), message
+    # pydantic wraps a validator's ValueError; the sentence itself is one line.
+    assert len([line for line in message.splitlines() if words[0] in line]) == 1
+
+
+def config_only(folder: Path, **config) -> str:
+    """A model folder with nothing but a config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model_refusals(tmp_path_factory) -> dict[str, str]:
+    base = tmp_path_factory.mktemp("refused")
+    folders = {
+        "MLA": config_only(
+            base / "mla", architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", hidden_size=128,
+            num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, q_lora_rank=None, kv_lora_rank=64,
+            qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32, vocab_size=512, intermediate_size=128,
+            moe_intermediate_size=64, n_routed_experts=4, torch_dtype="float32", max_position_embeddings=512,
+        ),
+        "encoder-decoder": config_only(
+            base / "whisper", architectures=["WhisperForConditionalGeneration"], model_type="whisper", d_model=64,
+            encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, vocab_size=512,
+            encoder_ffn_dim=64, decoder_ffn_dim=64, torch_dtype="float32", max_target_positions=448,
+        ),
+        "state space": config_only(
+            base / "jamba", architectures=["JambaForCausalLM"], model_type="jamba", hidden_size=128,
+            num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, vocab_size=512, intermediate_size=128,
+            torch_dtype="float32", max_position_embeddings=512,
+        ),
+    }  # fmt: skip
+    code = textwrap.dedent(f"""
+        import json
+        from vllm.engine.arg_utils import EngineArgs
+        results = {{}}
+        for name, folder in {folders!r}.items():
+            try:
+                EngineArgs(model=folder, kv_cache_dtype="int4_asym", skip_tokenizer_init=True).create_engine_config()
+                results[name] = "accepted"
+            except Exception as error:
+                results[name] = str(error)
+        print("RESULTS" + json.dumps(results))
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert "RESULTS" in done.stdout, done.stderr[-3000:]
+    return json.loads(done.stdout.split("RESULTS")[1])
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("MLA", ["multi-head latent attention", "--kv-cache-dtype auto"]),
+        ("encoder-decoder", ["encoder-decoder model", "--kv-cache-dtype auto"]),
+        ("state space", ["state-space", "--kv-cache-dtype auto"]),
+    ],
+)
+def test_models_that_are_refused(model_refusals, case, words):
+    assert all(word in model_refusals[case] for word in words), model_refusals[case]
+
+
+LAYER_FEATURES = {
+    "ALiBi": ({"alibi_slopes": [0.5]}, "ALiBi"),
+    "learnable sinks": ({"sinks": [0.0]}, "learnable attention sinks"),
+    "sliding window": ({"sliding_window": 64}, "--kv-cache-dtype-skip-layers sliding_window"),
+    "encoder": ({"attn_type": "encoder_only"}, "decoder self-attention only"),
+    "shared cache": ({"kv_sharing_target_layer_name": "model.layers.0"}, "share another layer's KV cache"),
+    "unknown option": ({"chunk_lookback": 3}, "'chunk_lookback'"),
+}
+
+
+@pytest.mark.parametrize("case", LAYER_FEATURES)
+def test_layer_features_are_refused_at_construction(case):
+    from bie_vllm_plugin.backend import Int4AsymImpl
+
+    extra, word = LAYER_FEATURES[case]
+    arguments = {
+        "num_heads": 4, "head_size": 64, "scale": 0.125, "num_kv_heads": 2, "alibi_slopes": None,
+        "sliding_window": None, "kv_cache_dtype": "int4_asym",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="int4_asym") as error:
+        Int4AsymImpl(**{**arguments, **extra})
+    assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "word"),
+    [("head_size", 100, "head_size 100"), ("has_sink", True, "learnable attention sinks"), ("use_sparse", True, "sparse")],
+)
+def test_layers_are_checked_when_they_choose_a_backend(field, value, word):
+    import torch
+    from bie_vllm_plugin.checks import check_layer
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    good = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="int4_asym", block_size=None)
+    check_layer(good)
+    with pytest.raises(ValueError, match=word):
+        check_layer(good._replace(**{field: value}))
