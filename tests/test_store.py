@@ -83,6 +83,22 @@ def test_bytes_of_a_mixed_batch(layout: PageLayout) -> None:
     same(make_batch(lengths, layout, pad_tokens=3, pad_requests=2))
 
 
+@pytest.mark.parametrize(("axis", "processors"), [("channel", 1000), ("channel", 1), ("head_dim", 1000)])
+def test_store_and_seal_in_one_launch_or_two(axis: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "multiprocessors", lambda device: processors)
+    layout = PageLayout(64, key_axis=axis)  # type: ignore[arg-type]
+    batch = make_batch([(63, 1), (0, 65), (126, 4)], layout, pad_tokens=2, pad_requests=1)
+    b = batch.to(DEVICE)
+    body, window = b.body.clone(), b.window.clone()
+    store.store_and_seal(
+        b.k, b.v, body, window, b.body_slots, b.window_slots, b.body_table, b.window_table, b.query_start_loc,
+        b.seq_lens, b.layout, sink_tokens=8, retained=b.retained, max_query_len=65,
+    )  # fmt: skip
+    want_body, want_window = batch.after()
+    assert torch.equal(body.cpu(), want_body)
+    assert torch.equal(window.cpu().view(torch.int16), want_window.view(torch.int16))
+
+
 @pytest.mark.parametrize("axis", ["channel", "head_dim"])
 def test_bytes_with_one_token_a_program(axis: str) -> None:
     same(make_batch([(63, 1), (64, 1), (126, 4)], PageLayout(64, key_axis=axis), pad_tokens=1))  # type: ignore[arg-type]

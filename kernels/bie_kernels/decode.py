@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from bie_kernels import decode_gluon
 from bie_kernels.checks import check_body, check_ints, check_numbers, check_rows, check_window, require
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.merge import merge
@@ -38,6 +37,11 @@ from bie_kernels.tiles import (
     window_range,
 )
 from bie_kernels.tuning import decode_tile, interpreted, overlaps
+
+try:
+    from bie_kernels import decode_gluon
+except (ImportError, AttributeError):  # a Triton without Gluon, or with another one
+    decode_gluon = None  # type: ignore[assignment]
 
 MAX_QUERY_TOKENS = 16
 """Query tokens per request of a decode or verify launch."""
@@ -280,8 +284,9 @@ def decode(
     size = budget * heads * rows
     acc = floats[start : start + size * layout.v_size].view(budget, heads, rows, layout.v_size)
     peak, total = floats[start + size * layout.v_size :][: 2 * size].view(2, budget, heads, rows)
-    if fast is None:
-        fast = decode_gluon.available(layout, soft_cap, q.device)
+    able = decode_gluon is not None and decode_gluon.available(layout, soft_cap, q.device)
+    require(able or not fast, "the Gluon kernel does not serve this layout, card or Triton")
+    fast = able if fast is None else fast
     launch = decode_gluon.launch if fast else _launch
     launch(
         q, body, window, body_table, window_table, plan, acc, peak, total, layout, q_len=q_len,

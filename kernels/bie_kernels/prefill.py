@@ -103,8 +103,13 @@ def prefill_kernel(
     # 1. INT4 for every query of the tile.
     i_s = tl.program_id(2)
     body = body_end - sink_end
-    for page in tl.range(sink_end + body * i_s // splits, sink_end + body * (i_s + 1) // splits, num_stages=STAGES):
-        p_page = p_body + tl.load(p_table + page).to(tl.int64) * s_bb + i_h * s_bh
+    first_page = sink_end + body * i_s // splits
+    last_page = sink_end + body * (i_s + 1) // splits
+    following = tl.load(p_table + first_page, mask=first_page < last_page, other=0).to(tl.int64)
+    for page in tl.range(first_page, last_page, num_stages=STAGES):
+        p_page = p_body + following * s_bb + i_h * s_bh
+        # One look at the table ahead: a page's address is known when its turn comes.
+        following = tl.load(p_table + tl.minimum(page + 1, last_page - 1)).to(tl.int64)
         state = page_step(
             q, factor, q_pos, state, p_page, page, computed, p_window_row, end,
             sink_tokens, recent_tokens, retained, D, BD, E, BM, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,

@@ -18,6 +18,7 @@ import triton.language as tl
 from bie_kernels import layout as layout_module
 from bie_kernels.checks import check_body, check_ints, check_rows, check_window, require
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
+from bie_kernels.tuning import multiprocessors
 
 _FP16_MAX = tl.constexpr(layout_module.FP16_MAX)
 _CODE_MAX = tl.constexpr(layout_module.CODE_MAX)
@@ -117,17 +118,16 @@ def _key_words(codes, b_rows: tl.constexpr, b_channels: tl.constexpr):
 
 
 # -- store --------------------------------------------------------------------
-@triton.jit(do_not_specialize=["n_tokens"], do_not_specialize_on_alignment=["p_body_slots", "p_window_slots"])
-def store_kernel(
-    p_k, p_v, p_body, p_window, p_body_slots, p_window_slots, n_tokens,
+@triton.jit
+def _store_tokens(
+    i_block, i_h, p_k, p_v, p_body, p_window, p_body_slots, p_window_slots, n_tokens,
     s_kt, s_kh, s_vt, s_vh, s_bb, s_bh, s_wp, s_wh, s_wt,
     D: tl.constexpr, E: tl.constexpr, GROUP: tl.constexpr, K_GROUPS: tl.constexpr, V_GROUPS: tl.constexpr,
     HEAD_DIM_KEYS: tl.constexpr, O_V_CODES: tl.constexpr, O_K_SCALE: tl.constexpr, O_K_ORIGIN: tl.constexpr,
     O_V_SCALE: tl.constexpr, O_V_MIN: tl.constexpr, WINDOW_PAGE: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """One program: BT tokens of one KV head."""
-    i_t = tl.program_id(0) * BT + tl.arange(0, BT)
-    i_h = tl.program_id(1)
+    """BT tokens of one KV head."""
+    i_t = i_block * BT + tl.arange(0, BT)
     m_t = i_t < n_tokens
     body_slot = tl.load(p_body_slots + i_t, mask=m_t, other=-1)
     window_slot = tl.load(p_window_slots + i_t, mask=m_t, other=-1)
@@ -185,69 +185,20 @@ def store_kernel(
         tl.store((p_meta + O_K_ORIGIN).to(tl.pointer_type(tl.float16)), zero, mask=m_g)
 
 
-def store(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    body: torch.Tensor,
-    window: torch.Tensor,
-    body_slots: torch.Tensor,
-    window_slots: torch.Tensor,
-    layout: PageLayout,
-) -> None:
-    """Write this step's tokens: V codes, window rows, and K codes on the head_dim axis.
-
-    Args:
-        k, v: [T, H, D] and [T, H, E], fp16 or bf16, last dimension contiguous.
-        body: uint8 [blocks, H, page_bytes], written in place.
-        window: [pages, H, 16, D + E] in the dtype of `k`, written in place.
-        body_slots, window_slots: int64 [T], page * tokens_per_page + offset. A slot
-            below one page (-1, or the null page's) writes nothing.
-
-    Raises:
-        ValueError: a shape, stride or dtype that the kernel does not take.
-    """
-    tokens, heads = k.shape[:2]
-    _check_store(k, v, body, window, layout)
-    check_ints("body_slots", body_slots, torch.int64, tokens)
-    check_ints("window_slots", window_slots, torch.int64, tokens)
-    if tokens == 0:
-        return
-    block = 1 if tokens <= FEW_TOKENS else 8
-    store_kernel[(triton.cdiv(tokens, block), heads)](
-        k, v, body, window, body_slots, window_slots, tokens,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), body.stride(0), body.stride(1),
-        window.stride(0), window.stride(1), window.stride(2),
-        D=layout.head_size, E=layout.v_size, GROUP=layout.group_size, K_GROUPS=layout.k_groups,
-        V_GROUPS=layout.v_groups, HEAD_DIM_KEYS=layout.key_axis == "head_dim", O_V_CODES=layout.v_codes,
-        O_K_SCALE=layout.k_scale, O_K_ORIGIN=layout.k_origin, O_V_SCALE=layout.v_scale, O_V_MIN=layout.v_min,
-        WINDOW_PAGE=window_page_tokens(k.element_size()), BT=block,
-        num_warps=1 if block == 1 else 4, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-def _check_store(k: torch.Tensor, v: torch.Tensor, body: torch.Tensor, window: torch.Tensor, layout: PageLayout):
-    heads = body.shape[1]
-    check_rows("k", k, heads, layout.head_size)
-    check_rows("v", v, heads, layout.v_size)
-    require(v.shape[0] == k.shape[0] and v.dtype == k.dtype, "k and v differ in tokens or dtype")
-    check_body(body, layout)
-    check_window(window, layout, heads, k.dtype)
-
-
 # -- seal ---------------------------------------------------------------------
-@triton.jit(do_not_specialize_on_alignment=["p_starts", "p_lens"])
-def seal_kernel(
-    p_k, p_body, p_window, p_body_table, p_window_table, p_starts, p_lens,
+@triton.jit
+def _seal_page(
+    i_r, i_page, i_h, p_k, p_body, p_window, p_body_table, p_window_table, p_starts, p_lens,
     s_kt, s_kh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, sink_tokens,
-    D: tl.constexpr, BD: tl.constexpr, GROUP: tl.constexpr, O_K_SCALE: tl.constexpr, O_K_ORIGIN: tl.constexpr,
+    D: tl.constexpr, GROUP: tl.constexpr, O_K_SCALE: tl.constexpr, O_K_ORIGIN: tl.constexpr,
     WINDOW_PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One program: the i-th page that request r completes in this step, one KV head."""
-    i_r, i_h = tl.program_id(0), tl.program_id(2)
+    """The i-th page that request r completes in this step, one KV head; nothing if it completes fewer."""
+    BD: tl.constexpr = triton.next_power_of_2(D)
     start = tl.load(p_starts + i_r)
     seq_len = tl.load(p_lens + i_r)
     computed = seq_len - (tl.load(p_starts + i_r + 1) - start)
-    page = computed // _PAGE + tl.program_id(1)
+    page = computed // _PAGE + i_page
     # The page's last key is written now: computed <= 64 page + 63 < seq_len.
     if (computed >= 0) & ((page + 1) * _PAGE <= seq_len):
         block = tl.load(p_body_table + i_r * s_btr + page).to(tl.int64)
@@ -278,6 +229,106 @@ def seal_kernel(
             m_meta = tl.broadcast_to(m_c, scale.shape)
             tl.store((p_meta + O_K_SCALE).to(tl.pointer_type(tl.float16)), scale, mask=m_meta)
             tl.store((p_meta + O_K_ORIGIN).to(tl.pointer_type(tl.float16)), minimum, mask=m_meta)
+
+
+@triton.jit(
+    do_not_specialize=["n_tokens", "n_blocks", "n_pages"],
+    do_not_specialize_on_alignment=["p_body_slots", "p_window_slots", "p_starts", "p_lens"],
+)
+def write_kernel(
+    p_k, p_v, p_body, p_window, p_body_slots, p_window_slots, p_body_table, p_window_table, p_starts, p_lens,
+    n_tokens, n_blocks, n_pages, sink_tokens,
+    s_kt, s_kh, s_vt, s_vh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr,
+    D: tl.constexpr, E: tl.constexpr, GROUP: tl.constexpr, K_GROUPS: tl.constexpr, V_GROUPS: tl.constexpr,
+    HEAD_DIM_KEYS: tl.constexpr, O_V_CODES: tl.constexpr, O_K_SCALE: tl.constexpr, O_K_ORIGIN: tl.constexpr,
+    O_V_SCALE: tl.constexpr, O_V_MIN: tl.constexpr, WINDOW_PAGE: tl.constexpr, BT: tl.constexpr,
+    STORE: tl.constexpr, SEAL: tl.constexpr,
+):  # fmt: skip
+    """Programs 0..n_blocks-1 of a head store BT tokens each; the others seal, n_pages for each request.
+
+    Sealing reads nothing that this step stores (its own keys come raw), so both may share a launch.
+    """
+    i, i_h = tl.program_id(0), tl.program_id(1)
+    if STORE:  # noqa: SIM102 - decided at compile time
+        if i < n_blocks:
+            _store_tokens(
+                i, i_h, p_k, p_v, p_body, p_window, p_body_slots, p_window_slots, n_tokens,
+                s_kt, s_kh, s_vt, s_vh, s_bb, s_bh, s_wp, s_wh, s_wt, D, E, GROUP, K_GROUPS, V_GROUPS,
+                HEAD_DIM_KEYS, O_V_CODES, O_K_SCALE, O_K_ORIGIN, O_V_SCALE, O_V_MIN, WINDOW_PAGE, BT,
+            )  # fmt: skip
+    if SEAL:  # noqa: SIM102
+        if i >= n_blocks:
+            _seal_page(
+                (i - n_blocks) // n_pages, (i - n_blocks) % n_pages, i_h, p_k, p_body, p_window, p_body_table,
+                p_window_table, p_starts, p_lens, s_kt, s_kh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr,
+                sink_tokens, D, GROUP, O_K_SCALE, O_K_ORIGIN, WINDOW_PAGE,
+            )  # fmt: skip
+
+
+# -- launchers ----------------------------------------------------------------
+def _write(
+    k, v, body, window, body_slots, window_slots, body_table, window_table, query_start_loc, seq_lens, layout, *,
+    sink_tokens: int = 0, max_query_len: int = 0,
+) -> None:  # fmt: skip
+    """One launch: stores if there are slots, seals if there are tables."""
+    tokens, heads = k.shape[:2]
+    does_store, does_seal = body_slots is not None, body_table is not None
+    block = 1 if tokens <= FEW_TOKENS else 8
+    blocks = triton.cdiv(tokens, block) if does_store else 0
+    pages = triton.cdiv(max_query_len, PAGE_TOKENS)
+    seals = seq_lens.shape[0] * pages if does_seal else 0
+    if blocks + seals == 0:
+        return
+    values = k if v is None else v  # a seal alone does not look at them
+    table_strides = (body_table.stride(0), window_table.stride(0)) if does_seal else (0, 0)
+    warps = (8 if layout.head_size > 128 else 4) if does_seal or block > 1 else 1
+    write_kernel[(blocks + seals, heads)](
+        k, values, body, window, body_slots, window_slots, body_table, window_table, query_start_loc, seq_lens,
+        tokens, blocks, pages, sink_tokens,
+        k.stride(0), k.stride(1), values.stride(0), values.stride(1), body.stride(0), body.stride(1),
+        window.stride(0), window.stride(1), window.stride(2), *table_strides,
+        D=layout.head_size, E=layout.v_size, GROUP=layout.group_size, K_GROUPS=layout.k_groups,
+        V_GROUPS=layout.v_groups, HEAD_DIM_KEYS=layout.key_axis == "head_dim", O_V_CODES=layout.v_codes,
+        O_K_SCALE=layout.k_scale, O_K_ORIGIN=layout.k_origin, O_V_SCALE=layout.v_scale, O_V_MIN=layout.v_min,
+        WINDOW_PAGE=window_page_tokens(k.element_size()), BT=block, STORE=does_store, SEAL=does_seal,
+        num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def store(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    body: torch.Tensor,
+    window: torch.Tensor,
+    body_slots: torch.Tensor,
+    window_slots: torch.Tensor,
+    layout: PageLayout,
+) -> None:
+    """Write this step's tokens: V codes, window rows, and K codes on the head_dim axis.
+
+    Args:
+        k, v: [T, H, D] and [T, H, E], fp16 or bf16, last dimension contiguous.
+        body: uint8 [blocks, H, page_bytes], written in place.
+        window: [pages, H, 16, D + E] in the dtype of `k`, written in place.
+        body_slots, window_slots: int64 [T], page * tokens_per_page + offset. A slot
+            below one page (-1, or the null page's) writes nothing.
+
+    Raises:
+        ValueError: a shape, stride or dtype that the kernel does not take.
+    """
+    _check_store(k, v, body, window, body_slots, window_slots, layout)
+    _write(k, v, body, window, body_slots, window_slots, None, None, None, None, layout)
+
+
+def _check_store(k, v, body, window, body_slots, window_slots, layout) -> None:
+    heads, tokens = body.shape[1], k.shape[0]
+    check_rows("k", k, heads, layout.head_size)
+    check_rows("v", v, heads, layout.v_size)
+    require(v.shape[0] == tokens and v.dtype == k.dtype, "k and v differ in tokens or dtype")
+    check_body(body, layout)
+    check_window(window, layout, heads, k.dtype)
+    check_ints("body_slots", body_slots, torch.int64, tokens)
+    check_ints("window_slots", window_slots, torch.int64, tokens)
 
 
 def seal(
@@ -315,6 +366,20 @@ def seal(
     """
     if layout.key_axis == "head_dim":
         return
+    _check_seal(
+        k, body, window, body_table, window_table, query_start_loc, seq_lens, layout, retained=retained,
+        sink_tokens=sink_tokens, max_query_len=max_query_len,
+    )  # fmt: skip
+    _write(
+        k, None, body, window, None, None, body_table, window_table, query_start_loc, seq_lens, layout,
+        sink_tokens=sink_tokens, max_query_len=max_query_len,
+    )  # fmt: skip
+
+
+def _check_seal(
+    k, body, window, body_table, window_table, query_start_loc, seq_lens, layout, *, retained, sink_tokens,
+    max_query_len,
+) -> None:  # fmt: skip
     heads, requests = body.shape[1], seq_lens.shape[0]
     check_rows("k", k, heads, layout.head_size)
     check_body(body, layout)
@@ -325,16 +390,40 @@ def seal(
     check_ints("seq_lens", seq_lens, torch.int32, requests)
     require(retained >= PAGE_TOKENS - 1, f"retained={retained}: sealing needs the last 63 keys in 16 bits")
     require(sink_tokens >= 0 and max_query_len >= 0, "sink_tokens and max_query_len must not be negative")
-    if requests == 0 or max_query_len == 0:
+
+
+def store_and_seal(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    body: torch.Tensor,
+    window: torch.Tensor,
+    body_slots: torch.Tensor,
+    window_slots: torch.Tensor,
+    body_table: torch.Tensor,
+    window_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layout: PageLayout,
+    *,
+    sink_tokens: int,
+    retained: int,
+    max_query_len: int,
+) -> None:
+    """`store`, then `seal`; in one launch where the batch is small and the launch is what costs.
+
+    Args and errors as theirs.
+    """
+    programs = (k.shape[0] + seq_lens.shape[0] * triton.cdiv(max_query_len, PAGE_TOKENS)) * body.shape[1]
+    seal_args = (k, body, window, body_table, window_table, query_start_loc, seq_lens, layout)
+    numbers = {"sink_tokens": sink_tokens, "max_query_len": max_query_len}
+    if layout.key_axis == "head_dim" or programs > 2 * multiprocessors(k.device):
+        # Sealing takes many registers: beyond one wave, stores had better not share its launch.
+        store(k, v, body, window, body_slots, window_slots, layout)
+        seal(*seal_args, retained=retained, **numbers)
         return
-    channels = max(16, triton.next_power_of_2(layout.head_size))
-    pages = (max_query_len + PAGE_TOKENS - 1) // PAGE_TOKENS
-    seal_kernel[(requests, pages, heads)](
-        k, body, window, body_table, window_table, query_start_loc, seq_lens,
-        k.stride(0), k.stride(1), body.stride(0), body.stride(1),
-        window.stride(0), window.stride(1), window.stride(2), body_table.stride(0), window_table.stride(0),
-        sink_tokens,
-        D=layout.head_size, BD=channels, GROUP=layout.group_size, O_K_SCALE=layout.k_scale,
-        O_K_ORIGIN=layout.k_origin, WINDOW_PAGE=window_page_tokens(k.element_size()),
-        num_warps=8 if channels > 128 else 4, enable_fp_fusion=False,
+    _check_store(k, v, body, window, body_slots, window_slots, layout)
+    _check_seal(*seal_args, retained=retained, **numbers)
+    _write(
+        k, v, body, window, body_slots, window_slots, body_table, window_table, query_start_loc, seq_lens, layout,
+        **numbers,
     )  # fmt: skip
