@@ -94,6 +94,7 @@ def record(call, arch: int) -> list:  # noqa: ANN001 - a function that launches
     with (
         mock.patch.object(JITFunction, "__getitem__", launch),
         mock.patch.object(tuning, "capability", lambda device: (arch // 10, arch % 10)),
+        mock.patch.object(decode.decode_gluon, "capability", lambda device: (arch // 10, arch % 10)),
         mock.patch.object(plan, "multiprocessors", lambda device: sms),
     ):
         call()
