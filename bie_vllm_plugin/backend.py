@@ -12,17 +12,19 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from bie_kernels import torch_path
 from bie_kernels.layout import PAGE_TOKENS, PageLayout
-from bie_kernels.torch_path import Rule
 from bie_vllm_plugin import vllm_compat
-from bie_vllm_plugin.cache_spec import retained_tokens
+from bie_vllm_plugin.cache_spec import lookahead_tokens, rule_of
 from bie_vllm_plugin.config import DTYPE_NAME, Int4AsymConfig
 from bie_vllm_plugin.metadata import Int4AsymMetadata, Int4AsymMetadataBuilder
-from bie_vllm_plugin.window_layer import WindowLayer, lookahead_tokens
+from bie_vllm_plugin.window_layer import WindowLayer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger("vllm.bie_vllm_plugin")
+
+_WARM: set[tuple] = set()
+"""Layer shapes whose GPU kernels are compiled in this process."""
 
 
 class Int4AsymBackend(AttentionBackend):
@@ -109,20 +111,52 @@ class Int4AsymImpl(AttentionImpl[Int4AsymMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.layer_name = ""  # set when the companion layers are attached
         self.vllm_config: VllmConfig = get_current_vllm_config()
-        settings = Int4AsymConfig.from_vllm(self.vllm_config)
-        self.settings = settings
-        self.rule = Rule(
-            settings.sink_tokens,
-            settings.recent_tokens,
-            retained_tokens(settings.recent_tokens, lookahead_tokens(self.vllm_config)),
-        )
+        self.settings = Int4AsymConfig.from_vllm(self.vllm_config)
+        self.rule = rule_of(self.vllm_config)
+        self.workspace: torch.Tensor | None = None  # GPUs: one for all layers of the worker
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Attach the window companions of all layers, once, and say what this worker runs."""
+        """Once a worker: attach the window companions, reserve the workspace, say what runs."""
         if self.layer_name:
             return
         names = vllm_compat.attach_layers(self.vllm_config)
         _log_settings(self.vllm_config, self.settings, names)
+        if self.vllm_config.device_config.device_type == "cuda":
+            self._reserve_workspace(act_dtype, names)
+
+    def _reserve_workspace(self, dtype: torch.dtype, names: list[str]) -> None:
+        """Memory of the decode kernels; reserved here, it is counted when vLLM profiles."""
+        from bie_vllm_plugin import cuda_path
+
+        if dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"--dtype {dtype} is not supported by int4_asym on GPUs; use bfloat16 or float16.")
+        layers = [self.vllm_config.compilation_config.static_forward_context[name] for name in names]
+        size = cuda_path.workspace_bytes(self.vllm_config, layers, 1 + lookahead_tokens(self.vllm_config))
+        workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+        for layer in layers:
+            layer.impl.workspace = workspace
+
+    def caches_bound(self, layer: Any, window: torch.Tensor) -> None:
+        """Both caches exist: on GPUs compile the kernels now and not during the first request.
+
+        Layers of one shape share compiled kernels, so repetitions cost microseconds.
+        """
+        if self.workspace is None:
+            return
+        from bie_vllm_plugin import cuda_path
+
+        scheduler = self.vllm_config.scheduler_config
+        heads, sizes = (layer.num_heads, layer.num_kv_heads), (layer.head_size, layer.head_size_v)
+        key = (*heads, *sizes, self.soft_cap, layer.kv_cache.shape)
+        if key in _WARM:
+            return
+        _WARM.add(key)
+        drafts = lookahead_tokens(self.vllm_config)
+        cuda_path.warm_up(
+            layer, window, self.settings.page_layout(layer.head_size, layer.head_size_v), self.rule, self.workspace,
+            soft_cap=self.soft_cap, requests=scheduler.max_num_seqs, q_lens=tuple({1, min(1 + drafts, 16)}),
+            tokens=scheduler.max_num_batched_tokens, dtype=window.dtype,
+        )  # fmt: skip
 
     def forward(
         self,
@@ -152,7 +186,15 @@ class Int4AsymImpl(AttentionImpl[Int4AsymMetadata]):
         window = self.vllm_config.compilation_config.static_forward_context[window_name].kv_cache
         layout = self.settings.page_layout(layer.head_size, layer.head_size_v)
         body = kv_cache.flatten(2)  # [blocks, H, page_bytes]: a view, rows of a head are contiguous
-        self._forward_torch(query, key, value, body, window, attn_metadata, window_meta, layout, output)
+        if self.workspace is None:
+            self._forward_torch(query, key, value, body, window, attn_metadata, window_meta, layout, output)
+        else:
+            from bie_vllm_plugin import cuda_path
+
+            cuda_path.forward(
+                query, key, value, body, window, attn_metadata, window_meta, layout, self.rule, self.workspace, output,
+                scale=self.scale, soft_cap=self.soft_cap,
+            )  # fmt: skip
         return output
 
     def _forward_torch(

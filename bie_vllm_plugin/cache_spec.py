@@ -18,6 +18,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
+from bie_kernels.torch_path import Rule
 from bie_vllm_plugin.config import Int4AsymConfig
 
 if TYPE_CHECKING:
@@ -32,6 +33,19 @@ def retained_tokens(recent_tokens: int, lookahead_tokens: int) -> int:
     page boundary up to 63 tokens before its end and wants the window there.
     """
     return recent_tokens + lookahead_tokens + PAGE_TOKENS - 1
+
+
+def lookahead_tokens(vllm_config: VllmConfig) -> int:
+    """Drafts that a step may have to take back."""
+    spec = vllm_config.speculative_config
+    return 0 if spec is None else int(spec.num_speculative_tokens or 0)
+
+
+def rule_of(vllm_config: VllmConfig) -> Rule:
+    """The position rule of this engine."""
+    settings = Int4AsymConfig.from_vllm(vllm_config)
+    retained = retained_tokens(settings.recent_tokens, lookahead_tokens(vllm_config))
+    return Rule(settings.sink_tokens, settings.recent_tokens, retained)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,13 @@ from vllm.v1.attention.backend import (
 )
 
 from bie_kernels.torch_path import RequestStep, Rule
+from bie_vllm_plugin.cache_spec import WindowSpec, rule_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec
+
+    from bie_vllm_plugin.cuda_path import Split
 
 
 @dataclass
@@ -39,6 +42,8 @@ class Int4AsymMetadata(AttentionMetadata):
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
+    split: Split | None = None  # GPUs: which rows are decode rows
+    plan: torch.Tensor | None = None  # GPUs: the decode plan of the step
     _steps: dict[int, list[RequestStep]] = field(default_factory=dict, repr=False)
 
     def request_steps(self, window: Int4AsymMetadata, rule: Rule, page_tokens: int) -> list[RequestStep]:
@@ -67,6 +72,20 @@ class Int4AsymMetadataBuilder(AttentionMetadataBuilder[Int4AsymMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # Decode and verify rows first, so that a mixed batch splits into two kernel calls.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._on_gpu = device.type == "cuda"
+        self._plan_buffer: torch.Tensor | None = None
+        if self._on_gpu and not isinstance(kv_cache_spec, WindowSpec):
+            self._make_plan_buffer()
+
+    def _make_plan_buffer(self) -> None:
+        """Persistent memory of the decode plan: CUDA graphs read it, `build` rewrites it."""
+        layer: Any = self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]]
+        self._heads = (layer.num_heads, layer.num_kv_heads)
+        self._rule = rule_of(self.vllm_config)
+        requests = self.vllm_config.scheduler_config.max_num_seqs
+        # A plan holds an item per program, at most a wave of them or a few per request.
+        items = 8 * torch.cuda.get_device_properties(self.device).multi_processor_count + 2 * requests
+        self._plan_buffer = torch.zeros(4 * items + requests + 8, dtype=torch.int32, device=self.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -74,7 +93,16 @@ class Int4AsymMetadataBuilder(AttentionMetadataBuilder[Int4AsymMetadata]):
         """Metadata of this step for the group; cascade prefixes do not exist in this vLLM."""
         del common_prefix_len, fast_build
         common: Any = common_attn_metadata
+        split = plan = None
+        if self._on_gpu:
+            from bie_vllm_plugin import cuda_path
+
+            split = cuda_path.split_batch(common, self.reorder_batch_threshold or 1)
+            if self._plan_buffer is not None:
+                plan = cuda_path.plan_decode(split, common.seq_lens, self._plan_buffer, self._heads, self._rule)
         return Int4AsymMetadata(
+            split=split,
+            plan=plan,
             num_reqs=common.num_reqs,
             num_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,

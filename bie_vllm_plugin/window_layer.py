@@ -9,18 +9,12 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, replace_as
 
 from bie_kernels.layout import PAGE_TOKENS
-from bie_vllm_plugin.cache_spec import BodySpec, WindowSpec, body_spec, window_spec
+from bie_vllm_plugin.cache_spec import BodySpec, WindowSpec, body_spec, lookahead_tokens, window_spec
 from bie_vllm_plugin.config import Int4AsymConfig
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionBackend
-
-
-def lookahead_tokens(vllm_config: VllmConfig) -> int:
-    """Drafts that a step may have to take back."""
-    spec = vllm_config.speculative_config
-    return 0 if spec is None else int(spec.num_speculative_tokens or 0)
 
 
 class WindowLayer(AttentionLayerBase):
@@ -33,6 +27,7 @@ class WindowLayer(AttentionLayerBase):
     SUFFIX = ".int4_asym_window"
 
     def __init__(self, layer: Any) -> None:
+        self._layer = layer
         self.num_kv_heads: int = layer.num_kv_heads
         self.head_size: int = layer.head_size
         self.head_size_v: int = layer.head_size_v
@@ -43,6 +38,11 @@ class WindowLayer(AttentionLayerBase):
     def name_of(cls, layer_name: str) -> str:
         """Name of the companion of `layer_name`; the layer index in it stays the only number."""
         return layer_name + cls.SUFFIX
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """Take the window cache; the layer's body is bound before it, so kernels can be compiled now."""
+        self.kv_cache = kv_cache
+        self._layer.impl.caches_bound(self._layer, kv_cache)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """The backend whose metadata builder serves the window group."""

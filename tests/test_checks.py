@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
 from bie_vllm_plugin.config import Int4AsymConfig
 
 BAD_SETTINGS = {
@@ -68,7 +69,8 @@ BAD_ENGINES = {
         {}, ["CUSTOM", "other.plugin.Backend", "VLLM_PLUGINS"],
     ),
     "decode context parallel": (
-        "", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "distributed_executor_backend": "mp"},
+        "", {"model": "MQA", "tensor_parallel_size": 2, "decode_context_parallel_size": 2,
+             "distributed_executor_backend": "mp"},
         ["--decode-context-parallel-size 2"],
     ),
     "kv scheme": (
@@ -84,7 +86,7 @@ BAD_ENGINES = {
 
 
 @pytest.fixture(scope="module")
-def refusals(model_64) -> dict[str, str]:
+def refusals(model_64, model_1kv) -> dict[str, str]:
     """The message of every case, one process for all of them (each makes a configuration, no engine)."""
     parts = [
         "import json, traceback",
@@ -94,10 +96,11 @@ def refusals(model_64) -> dict[str, str]:
         "results = {}",
     ]
     for name, (code, arguments, _) in BAD_ENGINES.items():
-        arguments = json.loads(json.dumps(arguments).replace("MODEL", model_64))
+        arguments = json.loads(json.dumps(arguments).replace("MODEL", model_64).replace("MQA", model_1kv))
         body = textwrap.indent(
             f"extra = dict({arguments!r})\n{code}\n"
-            f"EngineArgs(model={model_64!r}, kv_cache_dtype='int4_asym', skip_tokenizer_init=True, **extra)"
+            f"extra.setdefault('model', {model_64!r})\n"
+            "EngineArgs(kv_cache_dtype='int4_asym', skip_tokenizer_init=True, **extra)"
             f".create_engine_config()\nresults[{name!r}] = 'accepted'",
             "    ",
         )
@@ -202,12 +205,17 @@ def test_layer_features_are_refused_at_construction(case):
 
 @pytest.mark.parametrize(
     ("field", "value", "word"),
-    [("head_size", 100, "head_size 100"), ("has_sink", True, "learnable attention sinks"), ("use_sparse", True, "sparse")],
+    [
+        ("head_size", 100, "head_size 100"),
+        ("has_sink", True, "learnable attention sinks"),
+        ("use_sparse", True, "sparse attention"),
+    ],
 )
 def test_layers_are_checked_when_they_choose_a_backend(field, value, word):
     import torch
-    from bie_vllm_plugin.checks import check_layer
     from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from bie_vllm_plugin.checks import check_layer
 
     good = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="int4_asym", block_size=None)
     check_layer(good)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer's step on an NVIDIA GPU: which kernel gets which rows, and the memory they share.
+
+Nothing here waits for the device: the split into decode rows (uniform length, first
+in the batch) and prefill rows is made from host lengths when the metadata is built,
+everything else from device tensors, so that FULL CUDA graphs hold.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bie_kernels import decode, prefill, store
+from bie_kernels.layout import PAGE_TOKENS, PageLayout
+from bie_kernels.torch_path import Rule
+
+if TYPE_CHECKING:
+    from bie_vllm_plugin.metadata import Int4AsymMetadata
+
+MAX_VERIFY_TOKENS = 16
+"""Query tokens per request that the decode kernel takes; longer drafts are prefilled."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Decode rows first, then prefill rows.
+
+    Attributes:
+        decodes: requests of the decode part, `q_len` rows each.
+        starts: int32 [prefills + 1], row offsets of the prefill part from its first row.
+    """
+
+    decodes: int
+    q_len: int
+    starts: torch.Tensor | None
+
+    @property
+    def decode_rows(self) -> int:
+        return self.decodes * self.q_len
+
+
+def split_batch(common: Any, threshold: int) -> Split:
+    """Split a batch by host lengths.
+
+    Args:
+        common: vLLM's CommonAttentionMetadata, decode requests first.
+        threshold: longest query that counts as decode.
+    """
+    from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+    threshold = min(threshold, MAX_VERIFY_TOKENS)
+    decodes, prefills, _, _ = split_decodes_and_prefills(common, threshold, require_uniform=True)
+    starts_cpu = common.query_start_loc_cpu
+    q_len = int(starts_cpu[1] - starts_cpu[0]) if decodes else 0
+    if decodes and not 1 <= q_len <= threshold:
+        decodes, prefills, q_len = 0, common.num_reqs, 0
+    starts = common.query_start_loc[decodes:] - decodes * q_len if prefills else None
+    return Split(decodes, q_len, starts)
+
+
+def workspace_bytes(vllm_config: Any, layers: list[Any], q_tokens: int) -> int:
+    """Bytes of the one workspace that all layers of a worker share.
+
+    Args:
+        layers: vLLM's attention layers of this worker.
+        q_tokens: longest decode query (1 plus drafts).
+    """
+    requests = vllm_config.scheduler_config.max_num_seqs
+    return max(
+        decode.workspace_bytes(
+            requests, layer.num_heads, layer.head_size_v, min(q_tokens, MAX_VERIFY_TOKENS),
+            kv_heads=layer.num_kv_heads,
+        )
+        for layer in layers
+    )  # fmt: skip
+
+
+def plan_decode(
+    split: Split, seq_lens: torch.Tensor, buffer: torch.Tensor, heads: tuple[int, int], rule: Rule
+) -> torch.Tensor | None:
+    """The decode plan of a step, shared by all layers of a group; None without decode rows.
+
+    Args:
+        buffer: persistent int32 tensor that graphs read the plan from.
+        heads: (query heads, KV heads) of the group's layers.
+    """
+    if not split.decodes:
+        return None
+    return decode.plan_for(
+        seq_lens[: split.decodes], buffer, q_heads=heads[0], kv_heads=heads[1], q_len=split.q_len,
+        sink_tokens=rule.sink_tokens, recent_tokens=rule.recent_tokens,
+    )  # fmt: skip
+
+
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    body: torch.Tensor,
+    window: torch.Tensor,
+    meta: Int4AsymMetadata,
+    window_meta: Int4AsymMetadata,
+    layout: PageLayout,
+    rule: Rule,
+    workspace: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    scale: float,
+    soft_cap: float,
+) -> None:
+    """Store and seal the step's rows, then attend; shapes as in `backend.Int4AsymImpl.forward`."""
+    n = meta.num_tokens
+    query, key, value, output = query[:n], key[:n], value[:n], output[:n]
+    body_table, window_table = meta.block_table, window_meta.block_table
+    store.store_and_seal(
+        key, value, body, window, meta.slot_mapping[:n], window_meta.slot_mapping[:n], body_table, window_table,
+        meta.query_start_loc, meta.seq_lens, layout, sink_tokens=rule.sink_tokens, retained=rule.retained_tokens,
+        max_query_len=meta.max_query_len,
+    )  # fmt: skip
+    numbers: dict[str, Any] = {
+        "scale": scale, "sink_tokens": rule.sink_tokens, "recent_tokens": rule.recent_tokens,
+        "retained": rule.retained_tokens, "soft_cap": soft_cap,
+    }  # fmt: skip
+    split = meta.split
+    assert split is not None, "metadata was built for another device"
+    requests, rows = split.decodes, split.decode_rows
+    if requests:
+        decode.decode(
+            query[:rows], body, window, body_table[:requests], window_table[:requests], meta.seq_lens[:requests],
+            output[:rows], workspace, layout, q_len=split.q_len, plan=meta.plan, **numbers,
+        )  # fmt: skip
+    if split.starts is not None:
+        prefill.prefill(
+            query[rows:], key[rows:], value[rows:], body, window, body_table[requests:], window_table[requests:],
+            split.starts, meta.seq_lens[requests:], output[rows:], layout, **numbers,
+        )  # fmt: skip
+
+
+def warm_up(
+    layer: Any, window: torch.Tensor, layout: PageLayout, rule: Rule, workspace: torch.Tensor, *,
+    soft_cap: float, requests: int, q_lens: tuple[int, ...], tokens: int, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Compile every kernel a layer of this shape will launch, on its own caches, writing nothing.
+
+    All slots are -1 and all lengths 0: kernels start, find nothing to do, and end.
+
+    Args:
+        layer: vLLM's attention layer, cache bound; window: its companion's cache.
+        requests: max_num_seqs; q_lens: uniform decode lengths; tokens: largest batch.
+    """
+    device = window.device
+    body = layer.kv_cache.flatten(2)
+    numbers: dict[str, Any] = {
+        "scale": 1.0, "sink_tokens": rule.sink_tokens, "recent_tokens": rule.recent_tokens,
+        "retained": rule.retained_tokens, "soft_cap": soft_cap,
+    }  # fmt: skip
+    sizes = sorted({requests, *(1 << i for i in range(requests.bit_length()))})
+
+    def rows(n: int, heads: int, size: int) -> torch.Tensor:
+        return torch.zeros(n, heads, size, dtype=dtype, device=device)
+
+    def ints(*shape: int, dtype: torch.dtype = torch.int32, fill: int = 0) -> torch.Tensor:
+        return torch.full(shape, fill, dtype=dtype, device=device)
+
+    for q_len in q_lens:
+        for n in sizes:
+            out = rows(n * q_len, layer.num_heads, layout.v_size)
+            decode.decode(
+                rows(n * q_len, layer.num_heads, layout.head_size), body, window, ints(n, 16), ints(n, 64), ints(n),
+                out, workspace, layout, q_len=q_len, **numbers,
+            )  # fmt: skip
+    for n in sorted({1, PAGE_TOKENS, min(tokens, 2048)}):
+        k, v = rows(n, layer.num_kv_heads, layout.head_size), rows(n, layer.num_kv_heads, layout.v_size)
+        nowhere = ints(n, dtype=torch.int64, fill=-1)
+        store.store_and_seal(
+            k, v, body, window, nowhere, nowhere, ints(1, 16), ints(1, 64), ints(2), ints(1), layout,
+            sink_tokens=rule.sink_tokens, retained=rule.retained_tokens, max_query_len=n,
+        )  # fmt: skip
+        prefill.prefill(
+            rows(n, layer.num_heads, layout.head_size), k, v, body, window, ints(1, 16), ints(1, 64), ints(2), ints(1),
+            rows(n, layer.num_heads, layout.v_size), layout, **numbers,
+        )  # fmt: skip
