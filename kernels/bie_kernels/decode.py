@@ -49,7 +49,9 @@ MAX_QUERY_TOKENS = 16
 _PAGE = tl.constexpr(PAGE_TOKENS)
 
 
-@triton.jit(do_not_specialize=["o_items"])
+@triton.jit(
+    do_not_specialize=["o_items", "s_btr", "s_wtr"], do_not_specialize_on_alignment=["p_body_table", "p_window_table"]
+)
 def decode_kernel(
     p_q, p_body, p_window, p_body_table, p_window_table, p_plan, p_acc, p_peak, p_total,
     s_qt, s_qh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, o_items, scale, sink_tokens, recent_tokens, retained,

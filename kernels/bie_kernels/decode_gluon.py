@@ -333,7 +333,9 @@ def _decode_rows(
     gl.store(p_total + at, sums, mask=i_out < ROWS)
 
 
-@gluon.jit(do_not_specialize=["o_items"])
+@gluon.jit(
+    do_not_specialize=["o_items", "s_btr", "s_wtr"], do_not_specialize_on_alignment=["p_body_table", "p_window_table"]
+)
 def decode_gluon_kernel(
     p_q, p_body, p_window, p_body_table, p_window_table, p_plan, p_acc, p_peak, p_total,
     s_qt, s_qh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, o_items, scale, sink_tokens, recent_tokens, retained,

@@ -54,7 +54,10 @@ def _find_request(tile, p_starts, requests, BQ: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["requests", "splits"], do_not_specialize_on_alignment=["p_starts", "p_lens"])
+@triton.jit(
+    do_not_specialize=["requests", "splits", "s_btr", "s_wtr"],
+    do_not_specialize_on_alignment=["p_body_table", "p_window_table", "p_starts", "p_lens"],
+)
 def prefill_kernel(
     p_q, p_k, p_v, p_body, p_window, p_body_table, p_window_table, p_starts, p_lens, p_out, p_acc, p_peak, p_total,
     s_qt, s_qh, s_kt, s_kh, s_vt, s_vh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, s_ot, s_oh,

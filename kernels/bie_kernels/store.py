@@ -232,8 +232,15 @@ def _seal_page(
 
 
 @triton.jit(
-    do_not_specialize=["n_tokens", "n_blocks", "n_pages"],
-    do_not_specialize_on_alignment=["p_body_slots", "p_window_slots", "p_starts", "p_lens"],
+    do_not_specialize=["n_tokens", "n_blocks", "n_pages", "s_btr", "s_wtr"],
+    do_not_specialize_on_alignment=[
+        "p_body_slots",
+        "p_window_slots",
+        "p_body_table",
+        "p_window_table",
+        "p_starts",
+        "p_lens",
+    ],
 )
 def write_kernel(
     p_k, p_v, p_body, p_window, p_body_slots, p_window_slots, p_body_table, p_window_table, p_starts, p_lens,
@@ -416,7 +423,8 @@ def store_and_seal(
     programs = (k.shape[0] + seq_lens.shape[0] * triton.cdiv(max_query_len, PAGE_TOKENS)) * body.shape[1]
     seal_args = (k, body, window, body_table, window_table, query_start_loc, seq_lens, layout)
     numbers = {"sink_tokens": sink_tokens, "max_query_len": max_query_len}
-    if layout.key_axis == "head_dim" or programs > 2 * multiprocessors(k.device):
+    small = k.shape[0] <= FEW_TOKENS and programs <= 2 * multiprocessors(k.device)
+    if layout.key_axis == "head_dim" or not small:
         # Sealing takes many registers: beyond one wave, stores had better not share its launch.
         store(k, v, body, window, body_slots, window_slots, layout)
         seal(*seal_args, retained=retained, **numbers)
