@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache managers alone, inside vLLM's own KVCacheManager; `test_cache_manager.py` runs this per release.
+
+No model and no worker: requests arrive, are chunked, drafted, rejected, preempted
+and finished at random, and after every step the invariants of the two caches hold.
+"""
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from bie_kernels.layout import PAGE_TOKENS, PageLayout
+from bie_vllm_plugin import register
+from bie_vllm_plugin.cache_manager import WindowManager
+from bie_vllm_plugin.cache_spec import body_spec, window_spec
+from bie_vllm_plugin.config import Int4AsymConfig
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+register()
+
+from types import SimpleNamespace
+
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+MAX_LEN = 4096
+# What the platform hook sees of the engine's configuration: enough to know the dtype.
+register_all_kvcache_specs(SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="int4_asym")))
+init_none_hash(sha256)
+
+
+def make_manager(blocks: int, *, caching: bool = True, lookahead: int = 0, itemsize: int = 2,
+                 retention: int | None = 0, max_len: int = MAX_LEN, **options) -> KVCacheManager:  # fmt: skip
+    """vLLM's manager over a body and a window group."""
+    config = Int4AsymConfig(**options)
+    dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+    window = window_spec(config, 2, 64, 64, dtype, lookahead, retention)
+    groups = [KVCacheGroupSpec(["a"], body_spec(PageLayout(64), 2)), KVCacheGroupSpec(["a.window"], window)]
+    kv_config = KVCacheConfig(
+        num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups, prefix_cache_retention_interval=retention
+    )
+    return KVCacheManager(
+        kv_config, max_model_len=max_len, scheduler_block_size=PAGE_TOKENS, hash_block_size=window.block_size,
+        max_in_flight_tokens=2048, enable_caching=caching, log_stats=True,
+    )  # fmt: skip
+
+
+def make_request(name: str, tokens: list[int], page: int = 16) -> Request:
+    return Request(
+        request_id=name, prompt_token_ids=tokens, sampling_params=SamplingParams(max_tokens=10_000),
+        pooling_params=None, block_hasher=get_request_block_hasher(page, sha256),
+    )  # fmt: skip
+
+
+def parts(manager: KVCacheManager) -> tuple:
+    body, window = manager.coordinator.single_type_managers
+    assert isinstance(window, WindowManager)
+    return body, window
+
+
+def start(manager: KVCacheManager, request: Request) -> int | None:
+    """Look the prefix up and allocate nothing yet; returns the hit."""
+    blocks, hit, boundary = manager.get_computed_blocks(request)
+    request.shared_prefix_boundary = boundary
+    request.hit_blocks = blocks
+    return hit
+
+
+def step(manager: KVCacheManager, request: Request, tokens: int, lookahead: int = 0, first_hit: int | None = None):
+    """One scheduled step; returns the new blocks or None when the pool is short."""
+    if first_hit is None:
+        return manager.allocate_slots(request, tokens, num_lookahead_tokens=lookahead)
+    return manager.allocate_slots(request, tokens, first_hit, request.hit_blocks, num_lookahead_tokens=lookahead)
+
+
+def held(rows: list) -> list[int]:
+    return [i for i, block in enumerate(rows) if not block.is_null]
+
+
+# -- what is held -----------------------------------------------------------------
+@pytest.mark.parametrize("chunk", [64, 100, 512, 2048])
+def test_middles_are_never_held(chunk):
+    """A long prompt costs its body pages, the sinks and one window; one more window while a chunk runs."""
+    manager = make_manager(200, caching=False)
+    body, window = parts(manager)
+    request = make_request("r", list(range(2048)))
+    for computed in range(0, 2048, chunk):
+        n = min(chunk, 2048 - computed)
+        assert step(manager, request, n) is not None
+        request.num_computed_tokens = computed + n
+        end = computed + n
+        now = held(window.req_to_blocks["r"])
+        wanted = {0} | set(range(max(0, end - 191) // 16, -(-end // 16)))
+        before = set(range(max(0, computed - 191) // 16, -(-computed // 16)))
+        assert wanted <= set(now) <= wanted | before
+        assert len(now) <= window.kv_cache_spec.peak_pages
+        assert len(body.req_to_blocks["r"]) == -(-end // 64)
+    step(manager, request, 1)
+    assert len(held(window.req_to_blocks["r"])) <= window.kv_cache_spec.pages_held(2049)
+    manager.free(request)
+    assert manager.block_pool.get_num_free_blocks() == 199
+
+
+def test_the_admission_cap_is_what_is_held():
+    manager = make_manager(300, caching=False)
+    _, window = parts(manager)
+    for length in (1, 64, 130, 192, 200, 1000, 4000):
+        request = make_request(f"r{length}", list(range(length)))
+        count = window.get_num_blocks_to_allocate(
+            request.request_id, length, [], 0, 0, length, apply_admission_cap=True
+        )
+        assert step(manager, request, length) is not None
+        assert len(held(window.req_to_blocks[request.request_id])) == count
+        assert count <= window.kv_cache_spec.max_admission_blocks_per_request(2048, MAX_LEN)
+        manager.free(request)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("sink", [0, 8, 17, 64])
+def test_every_position_that_a_query_reads_is_resident(itemsize, sink):
+    """Decode over many pages: sinks and the last `recent` positions have blocks at every step."""
+    manager = make_manager(300, caching=False, itemsize=itemsize, sink_tokens=sink)
+    _, window = parts(manager)
+    page = window.block_size
+    request = make_request("r", list(range(300)), page)
+    step(manager, request, 300)
+    for computed in range(300, 700):
+        request.num_computed_tokens = computed
+        request.append_output_token_ids(7)
+        assert step(manager, request, 1) is not None
+        rows = window.req_to_blocks["r"]
+        for position in [*range(sink), *range(computed + 1 - 128, computed + 1)]:
+            assert not rows[position // page].is_null
+
+
+def test_freed_pages_are_reused_and_counted():
+    manager = make_manager(120, caching=False, max_len=2048)
+    _, window = parts(manager)
+    request = make_request("r", list(range(1500)))
+    step(manager, request, 1500)
+    for computed in range(1500, 2000):
+        request.num_computed_tokens = computed
+        request.append_output_token_ids(7)
+        assert step(manager, request, 1) is not None, "decode must not run out of pages"
+    used = 119 - manager.block_pool.get_num_free_blocks()
+    assert used == len(held(window.req_to_blocks["r"])) + 32
+
+
+def test_too_small_a_pool_is_named():
+    with pytest.raises(ValueError, match=r"max_model_len 4096 needs 91 KV-cache pages .* pool has 79.* at most 3328"):
+        make_manager(80)
+    make_manager(92)
+
+
+# -- prefix hits ---------------------------------------------------------------------
+def run_prompt(manager: KVCacheManager, name: str, tokens: list[int], chunk: int = 4096) -> int:
+    request = make_request(name, tokens)
+    hit = start(manager, request)
+    first, computed = hit, hit
+    while computed < len(tokens):
+        n = min(chunk, len(tokens) - computed)
+        assert step(manager, request, n, first_hit=first) is not None
+        first, computed = None, computed + n
+        request.num_computed_tokens = computed
+    manager.free(request)
+    return hit
+
+
+@pytest.mark.parametrize("hits", ["relaxed", "strict"])
+@pytest.mark.parametrize("length", [63, 64, 65, 128, 129, 500, 640])
+def test_an_exact_repeat_hits_its_last_whole_page(hits, length):
+    manager = make_manager(200, prefix_hits=hits)
+    tokens = list(range(length))
+    assert run_prompt(manager, "a", tokens) == 0
+    assert run_prompt(manager, "b", tokens) == 64 * ((length - 1) // 64)
+
+
+def test_strict_needs_the_window_and_relaxed_does_not():
+    tokens = list(range(700))
+    sharer = tokens[:400] + [9999] * 100
+    for hits, expected in (("relaxed", 384), ("strict", 0)):
+        manager = make_manager(200, prefix_hits=hits)
+        run_prompt(manager, "a", tokens)
+        assert run_prompt(manager, "b", sharer) == expected
+        # The junction was noted: the next sharer hits in strict mode too.
+        assert run_prompt(manager, "c", tokens[:400] + [8888] * 100) == 384
+
+
+def test_hits_need_the_sink_page():
+    manager = make_manager(200)
+    body, window = parts(manager)
+    tokens = list(range(500))
+    run_prompt(manager, "a", tokens)
+    request = make_request("b", tokens)
+    start(manager, request)
+    sink = request.hit_blocks.blocks[1][0]
+    assert not sink.is_null
+    manager.evict_blocks({sink.block_id})
+    assert run_prompt(manager, "c", tokens) == 0
+
+
+def test_partly_filled_pages_are_never_published():
+    """vLLM's own full-attention manager would share a tail at 16-token granularity: its keys are not sealed."""
+    manager = make_manager(200)
+    tokens = list(range(500))
+    run_prompt(manager, "a", tokens)
+    body, _ = parts(manager)
+    published = [b for b in manager.block_pool.blocks if b.block_hash is not None]
+    for block in published:
+        assert block.block_hash_num_tokens % 16 == 0
+    # 7 whole body pages of 500 tokens; window pages: the sink and the prompt's tail.
+    assert run_prompt(manager, "b", tokens[:449] + [1]) == 448
+
+
+# -- random schedules -------------------------------------------------------------------
+def check_invariants(manager: KVCacheManager, requests: dict[str, dict], recent: int, sink: int) -> None:
+    body, window = parts(manager)
+    pool = manager.block_pool
+    count: dict[int, int] = {}
+    for name, state in requests.items():
+        for rows in (body.req_to_blocks.get(name, []), window.req_to_blocks.get(name, [])):
+            for block in rows:
+                if not block.is_null:
+                    count[block.block_id] = count.get(block.block_id, 0) + 1
+        rows = window.req_to_blocks.get(name, [])
+        computed, hit = state["computed"], state["hit"]
+        page = window.block_size
+        for position in [*range(min(sink, computed)), *range(max(computed - recent + 1, 0), computed)]:
+            if position >= hit or position < sink:
+                assert not rows[position // page].is_null, (name, position, computed, hit)
+        assert all(not block.is_null for block in body.req_to_blocks.get(name, []))
+    for block in pool.blocks:
+        if not block.is_null:
+            assert block.ref_cnt == count.get(block.block_id, 0), block
+    # No page serves both groups at once, and none is shared without a hash.
+    in_body = {b.block_id for name in requests for b in body.req_to_blocks.get(name, []) if not b.is_null}
+    in_window = {b.block_id for name in requests for b in window.req_to_blocks.get(name, []) if not b.is_null}
+    assert not in_body & in_window
+    assert all(pool.blocks[i].block_hash is not None for i, n in count.items() if n > 1)
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 - len(count)
+
+
+@given(seed=st.integers(0, 10_000), hits=st.sampled_from(["relaxed", "strict"]), caching=st.booleans(),
+       drafts=st.sampled_from([0, 1, 5]), blocks=st.sampled_from([60, 90, 200]))  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_random_schedules_keep_the_invariants(seed, hits, caching, drafts, blocks):
+    rng = random.Random(seed)
+    manager = make_manager(blocks, caching=caching, lookahead=drafts, max_len=1024, prefix_hits=hits)
+    running: dict[str, dict] = {}
+    prefixes = [[rng.randrange(1000) for _ in range(400)] for _ in range(2)]
+    for round_ in range(60):
+        action = rng.random()
+        if action < 0.3 and len(running) < 5:
+            prompt = rng.choice(prefixes)[: rng.randrange(1, 400)] + [rng.randrange(1000)] * rng.randrange(1, 200)
+            request = make_request(f"r{round_}", prompt)
+            hit = start(manager, request)
+            chunk = min(rng.choice([64, 100, 300]), len(prompt) - hit)
+            if step(manager, request, chunk, first_hit=hit) is None:
+                continue
+            running[request.request_id] = {"request": request, "computed": hit + chunk, "hit": hit}
+            request.num_computed_tokens = hit + chunk
+        elif action < 0.9 and running:
+            name = rng.choice(list(running))
+            state = running[name]
+            request, computed = state["request"], state["computed"]
+            if computed < request.num_prompt_tokens:
+                n, accepted = min(rng.choice([64, 100, 300]), request.num_prompt_tokens - computed), None
+            else:
+                request.append_output_token_ids(rng.randrange(1000))
+                n = 1 + drafts
+                accepted = 1 + rng.randrange(drafts + 1)
+            if computed + n >= 1024 or step(manager, request, n) is None:
+                manager.free(request)  # preempted or finished
+                del running[name]
+            else:
+                if accepted is not None:
+                    request.append_output_token_ids([rng.randrange(1000) for _ in range(accepted - 1)])
+                state["computed"] = computed + (n if accepted is None else accepted)
+                request.num_computed_tokens = state["computed"]
+        elif running:
+            name = rng.choice(list(running))
+            manager.free(running.pop(name)["request"])
+        check_invariants(manager, running, 128, 8)
+    for state in running.values():
+        manager.free(state["request"])
+    assert manager.block_pool.get_num_free_blocks() == blocks - 1
