@@ -178,6 +178,12 @@ def warm_up(
             k, v, body, window, nowhere, nowhere, ints(1, 16), ints(1, 64), ints(2), ints(1), layout,
             sink_tokens=rule.sink_tokens, retained=rule.retained_tokens, max_query_len=n,
         )  # fmt: skip
+        # Which of the two launches large batches take depends on the heads: compile both on their own, too.
+        store.store(k, v, body, window, nowhere, nowhere, layout)
+        store.seal(
+            k, body, window, ints(1, 16), ints(1, 64), ints(2), ints(1), layout,
+            sink_tokens=rule.sink_tokens, retained=rule.retained_tokens, max_query_len=n,
+        )  # fmt: skip
         prefill.prefill(
             rows(n, layer.num_heads, layout.head_size), k, v, body, window, ints(1, 16), ints(1, 64), ints(2), ints(1),
             rows(n, layer.num_heads, layout.v_size), layout, **numbers,

@@ -10,13 +10,14 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from bie_kernels.layout import PAGE_TOKENS, PageLayout
 from bie_vllm_plugin import register
 from bie_vllm_plugin.cache_manager import WindowManager
 from bie_vllm_plugin.cache_spec import body_spec, window_spec
 from bie_vllm_plugin.config import Int4AsymConfig
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 register()
 
