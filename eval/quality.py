@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help=f"folder, Hub id or a short name: {', '.join(models.PACKAGED)}")
-    add("--formats", default="auto,int4_asym", help="see eval/quality_formats.py for settings: int4_asym+recent_tokens=64")
+    add("--formats", default="auto,int4_asym", help="settings: int4_asym+recent_tokens=64, see quality_formats.py")
     add("--judge", help="format whose verdict is the exit status (default int4_asym, else the last one)")
     add("--contexts", type=numbers, help="lengths to score (default 2048,4096,8192 as far as the model goes)")
     add("--documents", type=names, default=["prose", "technical", "code", "german"], help="texts of eval/texts")
@@ -81,7 +81,8 @@ def model_facts(model: str) -> tuple[Any, int, int]:
     except Exception as error:  # noqa: BLE001 - the Hub's and transformers' many ways to fail
         first = str(error).strip().splitlines()[0]
         known = ", ".join(models.PACKAGED)
-        raise ValueError(f"{model!r} is neither a model folder, a reachable Hub id nor one of {known} ({first}).") from None
+        what = f"{model!r} is neither a model folder, a reachable Hub id nor one of {known}"
+        raise ValueError(f"{what} ({first}).") from None
     text = config.get_text_config()
     tokenizer.model_max_length = 1 << 30  # documents are cut here, a warning would mislead
     return tokenizer, int(text.max_position_embeddings), int(text.num_hidden_layers)
@@ -121,13 +122,15 @@ def plan(args: argparse.Namespace) -> tuple[list[Any], list[dict[str, Any]], int
     needle_contexts = args.needle_contexts or [n for n in contexts if n in (4096, 8192)] or [max(contexts)]
     kinds = [] if args.needles == ["none"] else args.needles
     if unknown := set(kinds) - set(quality_data.NEEDLES):
-        raise ValueError(f"needles {sorted(unknown)[0]!r} are unknown; there are {', '.join(quality_data.NEEDLES)}, none.")
+        known = ", ".join(quality_data.NEEDLES)
+        raise ValueError(f"needles {sorted(unknown)[0]!r} are unknown; there are {known}, none.")
     if kinds and (max(needle_contexts) > longest or min(needle_contexts) < 512):
         raise ValueError(f"--needle-contexts {needle_contexts} must be from 512 to the model's {longest} tokens.")
     if args.ablation:
         import torch
 
-        formats = [quality_formats.parse_format("auto"), *quality_formats.ablation(layers, not torch.cuda.is_available())]
+        variants = quality_formats.ablation(layers, not torch.cuda.is_available())
+        formats = [quality_formats.parse_format("auto"), *variants]
         if args.needles == build_parser().get_default("needles"):
             kinds = []
     else:
@@ -209,7 +212,8 @@ def collect(args: argparse.Namespace, formats: list[Any], units: list[dict[str, 
         if not scored:
             continue
         result["positions"][fmt.label] = report.by_position([r for *_, r in scored])
-        losses = stats.token_losses([b for _, b, _ in scored], [r for *_, r in scored], args.tolerance, args.ppl_tolerance)
+        ours, theirs = [b for _, b, _ in scored], [r for *_, r in scored]
+        losses = stats.token_losses(ours, theirs, args.tolerance, args.ppl_tolerance)
         found = [(b["top"].all(), r["top"].all()) for u, b, r in pairs if u in needles]
         if found:
             import numpy as np

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def by_position(parts: list[Arrays]) -> list[dict[str, float]]:
         kl = np.concatenate([part["kl"][low:high] for part in parts])
         rise = np.concatenate([part["nll"][low:high] - part["nll_base"][low:high] for part in parts])
         if len(kl):
-            rows.append({"from": int(low), "to": int(high), "kl_mean": float(kl.mean()), "delta_nll": float(rise.mean())})
+            bin_ = {"from": int(low), "to": int(high)}
+            rows.append({**bin_, "kl_mean": float(kl.mean()), "delta_nll": float(rise.mean())})
     return rows
 
 
@@ -46,14 +48,14 @@ def pooled(records: list[dict[str, Any]], mode: str = "score") -> list[dict[str,
     keys = dict.fromkeys((r["format"], r["context"]) for r in records if r["mode"] == mode)
     for fmt, context in keys:
         parts = [r for r in records if (r["format"], r["context"], r["mode"]) == (fmt, context, mode)]
-        total = sum(r["tokens"] for r in parts)
-        mean = lambda f: sum(f(r) * r["tokens"] for r in parts) / total
+        weights = [r["tokens"] for r in parts]
+        mean = partial(np.average, weights=weights)
         rows.append({
-            "format": fmt, "context": context, "documents": len(parts), "tokens": total,
-            "ppl": math.exp(mean(lambda r: math.log(r["ppl"]))),
-            "ppl_base": math.exp(mean(lambda r: math.log(r["ppl_base"]))),
-            "kl_mean": mean(lambda r: r["kl_mean"]), "kl_p99": max(r["kl_p99"] for r in parts),
-            "top1": mean(lambda r: r["top1"]),
+            "format": fmt, "context": context, "documents": len(parts), "tokens": sum(weights),
+            "ppl": math.exp(mean([math.log(r["ppl"]) for r in parts])),
+            "ppl_base": math.exp(mean([math.log(r["ppl_base"]) for r in parts])),
+            "kl_mean": float(mean([r["kl_mean"] for r in parts])), "kl_p99": max(r["kl_p99"] for r in parts),
+            "top1": float(mean([r["top1"] for r in parts])),
         })  # fmt: skip
     return rows
 
@@ -88,28 +90,34 @@ def plot_positions(positions: dict[str, list[dict[str, float]]], path: Path, tit
     """Mean KL against position, one line per format, both axes logarithmic."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(7, 4.8), layout="constrained")
     axes = figure.subplots()
     for (name, rows), marker in zip(positions.items(), "osD^vPX*<>" * 3, strict=False):
         centres = [math.sqrt(r["from"] * r["to"]) for r in rows]
         axes.plot(centres, [max(r["kl_mean"], 1e-7) for r in rows], marker=marker, markersize=4, label=name)
     axes.set(xscale="log", yscale="log", xlabel="position (tokens)", ylabel="KL from auto (nats, mean)", title=title)
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    ticks = [t for t in 2 ** np.arange(4, 18) if t <= max(r["to"] for rows in positions.values() for r in rows)]
+    axes.set_xticks(ticks, [str(t) for t in ticks])
+    axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=7, loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=120)
 
 
 def plot_needles(needles: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Heat maps: colour is the share found, the number the mean log-probability of the answer."""
+    """Heat maps: colour is the share found, the number the mean log-probability of the answer.
+
+    One row per kind of needle, one column per format; in each, depth against context.
+    """
     from matplotlib.figure import Figure
 
     kinds = list(dict.fromkeys(n["kind"] for n in needles))
     formats = list(dict.fromkeys(n["format"] for n in needles))
     contexts = sorted({n["context"] for n in needles})
     depths = sorted({n["depth"] for n in needles})
-    size = (1.6 + 0.9 * len(contexts) * len(formats), 1.2 + (0.7 + 0.33 * len(depths)) * len(kinds))
-    figure = Figure(figsize=(max(size[0], 6), size[1]), layout="constrained")
+    width = 1.6 + max(1.3, 0.8 * len(contexts)) * len(formats)
+    height = 1.6 + (0.3 + 0.33 * len(depths)) * len(kinds)
+    figure = Figure(figsize=(max(width, 5), max(height, 3)), layout="constrained")
     grid = figure.subplots(len(kinds), len(formats), squeeze=False, sharex=True, sharey=True)
     for axes_row, kind in zip(grid, kinds, strict=True):
         for axes, fmt in zip(axes_row, formats, strict=True):
@@ -122,10 +130,13 @@ def plot_needles(needles: list[dict[str, Any]], path: Path, title: str) -> None:
                         found[i, j] = np.mean([n["exact"] for n in cell])
                         logprob = np.mean([n["logprob"] for n in cell])
                         axes.text(j, i, f"{logprob:.1f}", ha="center", va="center", fontsize=7)
-            image = axes.imshow(found, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+            image = axes.imshow(found, vmin=0, vmax=1, cmap="RdYlGn", alpha=0.75, aspect="auto")
             axes.set_xticks(range(len(contexts)), [str(c) for c in contexts], fontsize=7)
             axes.set_yticks(range(len(depths)), [f"{100 * d:.0f} %" for d in depths], fontsize=7)
-            axes.set_title(f"{kind}: {fmt}", fontsize=8)
+            if kind == kinds[0]:
+                axes.set_title(fmt.replace("+", "\n"), fontsize=7)
+            if fmt == formats[0]:
+                axes.set_ylabel(kind, fontsize=9)
     figure.supxlabel("context (tokens)", fontsize=9)
     figure.supylabel("depth of the needle", fontsize=9)
     figure.suptitle(title, fontsize=10)
