@@ -7,12 +7,15 @@ first token.
 """
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bie_kernels.layout import HEAD_SIZES, PAGE_TOKENS
 from bie_vllm_plugin.config import DTYPE_NAME, Int4AsymConfig
+
+logger = logging.getLogger("vllm.bie_vllm_plugin")
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -224,4 +227,40 @@ def check_pool(manager: Any) -> None:
         f"max_model_len {manager.max_model_len} needs {body_pages + window_pages} KV-cache pages with {DTYPE_NAME} "
         f"while its last chunk is prefilled, and the pool has {free}: set --max-model-len to at most {fits} or give "
         "the cache more memory."
+    )
+
+
+def log_layout_cost(kv_cache_config: Any, max_model_len: int) -> None:
+    """Say what equal pages cost where a backend forced a layer-outermost layout.
+
+    Under `BLHNC` groups of different page size are packed and nothing is lost. A
+    backend that reads `LBHNC` only (the CPU backend of skipped layers) makes all
+    pages equal and may split the layers into many groups.
+
+    Args:
+        kv_cache_config: vLLM's KVCacheConfig of the scheduler.
+    """
+    from bie_vllm_plugin.cache_spec import WindowSpec
+
+    groups = kv_cache_config.kv_cache_groups
+    if kv_cache_config.kv_cache_layout in (None, "BLHNC") or not kv_cache_config.kv_cache_tensors:
+        return
+    block_bytes = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
+    allocated = ideal = 0
+    for group in groups:
+        spec = group.kv_cache_spec
+        if isinstance(spec, WindowSpec):
+            pages = spec.pages_held(max_model_len)
+        else:
+            pages = -(-max_model_len // spec.block_size)
+        allocated += pages * block_bytes
+        ideal += pages * spec.unpadded_page_size_bytes * len(group.layer_names)
+    logger.warning(
+        "KV cache int4_asym: a backend of the skipped layers takes layout %s only, which makes all pages equal: "
+        "%d groups, and a request of %d tokens takes %.1f MiB, %.0f %% above the sum of its pages.",
+        kv_cache_config.kv_cache_layout,
+        len(groups),
+        max_model_len,
+        allocated / 2**20,
+        100 * (allocated / ideal - 1),
     )

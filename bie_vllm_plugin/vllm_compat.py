@@ -146,9 +146,10 @@ def _wrap_kv_cache_manager() -> None:
     @functools.wraps(init)
     def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        from bie_vllm_plugin.checks import check_pool
+        from bie_vllm_plugin.checks import check_pool, log_layout_cost
 
         check_pool(self)
+        log_layout_cost(self.kv_cache_config, self.max_model_len)
 
     @functools.wraps(lookup)
     def noting_lookup(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

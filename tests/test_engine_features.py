@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from bie_kernels.layout import PageLayout, WindowLayout
 from engine import assert_same, generate, greedy, llm, run_engines, tiny_llama, tokens
+
+from bie_kernels.layout import PageLayout, WindowLayout
 
 pytestmark = pytest.mark.engine
 
@@ -64,7 +66,7 @@ def test_greedy_continuations_of_the_real_model(smollm2):
         for p_top, q_top in zip(one["prompt_top"][len(prompt) :], two["prompt_top"][len(prompt) :], strict=True):
             divergences.append(kl_divergence(p_top, q_top))
             agreements.append(max(p_top, key=p_top.get) == max(q_top, key=q_top.get))
-    print(f"KL mean {np.mean(divergences):.5f} nats, top-1 agreement {np.mean(agreements):.3f}, {len(agreements)} tokens")
+    print(f"KL mean {np.mean(divergences):.5f} nats, top-1 {np.mean(agreements):.3f}, {len(agreements)} tokens")
     assert len(agreements) == 480
     assert 1e-6 < np.mean(divergences) <= 0.01  # above zero: the INT4 copies are really read
     assert np.mean(agreements) >= 0.9
@@ -109,9 +111,10 @@ def test_16_bit_models_and_head_size_128(model_128, dtype):
     one, two = run_engines(
         [
             {"llm": llm(model_128, dtype=dtype), "steps": [generate(prompts), VIEWS]},
-            {"llm": llm(model_128, dtype=dtype, max_num_batched_tokens=64, max_num_seqs=4), "steps": [generate(prompts)]},
+            {"llm": llm(model_128, dtype=dtype, max_num_batched_tokens=64, max_num_seqs=4),
+             "steps": [generate(prompts)]},
         ]
-    )
+    )  # fmt: skip
     assert_same(one[0], two[0], median=0.03, worst=0.5, shared=0.3)
     shapes = {name.endswith("window"): shape[1:] for name, shape, _ in one[1]}
     assert shapes == {False: (2, 64, 144), True: (2, 16, 256)}
@@ -144,7 +147,7 @@ def test_skipped_layers_are_full_precision(model_64):
                        for a, b in zip(r["logprobs"][:1], s["logprobs"][:1], strict=True)])
         for name, run in (("two", first_last), ("four", none))
     }  # fmt: skip
-    assert 0 < error["two"] and 0 < error["four"]
+    assert error["two"] > 0 and error["four"] > 0
 
 
 def test_flags_that_must_not_be_needed_or_must_work(model_64):
@@ -191,26 +194,36 @@ def test_tensor_parallel_equals_single(model, request):
     assert_same(single, parallel, shared=0.8)
 
 
+def boot_log(script: Path, **arguments) -> list[str]:
+    """Start an engine as a user's script would, processes and all, and return what it logs of int4_asym."""
+    script.write_text(f"from vllm import LLM\nif __name__ == '__main__':\n    LLM(**{arguments!r})\n")
+    env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "0|1", "HF_HUB_OFFLINE": "1"}
+    if arguments.get("tensor_parallel_size", 1) == 1:
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-3000:]
+    return [line for line in output.splitlines() if "KV cache int4_asym:" in line]
+
+
 def test_every_worker_logs_the_settings(model_64, tmp_path):
     """Own processes for engine core and two workers: the start-up line comes from each worker."""
-    code = (
-        "from vllm import LLM\n"
-        "if __name__ == '__main__':\n"
-        f"    LLM(**{llm(model_64, tensor_parallel_size=2, distributed_executor_backend='mp')!r})\n"
-    )
-    script = tmp_path / "boot.py"
-    script.write_text(code)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True, text=True, timeout=300,
-        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "0|1", "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if "KV cache int4_asym:" in line]
+    arguments = llm(model_64, tensor_parallel_size=2, distributed_executor_backend="mp")
+    lines = boot_log(tmp_path / "boot.py", **arguments)
     workers = {re.search(r"pid=(\d+)", line).group(1) for line in lines}
-    assert len(workers) == 2, (done.stdout + done.stderr)[-3000:]
+    assert len(workers) == 2, lines
     # Per token and worker: 4 layers x 1 KV head x 72 bytes, and (64 + 64) x 4 bytes in fp32 windows.
     assert all("288 bytes per token in the body, 2048 in the window" in line for line in lines)
     assert all("4 layers" in line and "sink_tokens=8 recent_tokens=128" in line for line in lines)
+
+
+def test_the_log_names_what_equal_pages_cost(model_64, tmp_path):
+    """Skipped layers run on the CPU backend, which takes LBHNC only."""
+    lines = boot_log(tmp_path / "boot.py", **llm(model_64, kv_cache_dtype_skip_layers=["0"]))
+    (cost,) = [line for line in lines if "LBHNC" in line]
+    groups, percent = re.search(r"(\d+) groups.* (\d+) % above", cost).groups()
+    assert int(groups) > 2 and int(percent) > 50
+    assert not any("LBHNC" in line for line in boot_log(tmp_path / "plain.py", **llm(model_64)))
 
 
 def test_other_dtypes_do_not_notice_the_plugin(model_64):
