@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quality harness: rules, prompts, sentences, and a run that must reject broken formats."""
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EVAL = Path(__file__).parent.parent / "eval"
+sys.path.insert(0, str(EVAL))
+
+import models
+import quality
+import quality_data
+import quality_formats
+import quality_report
+import quality_run
+import quality_stats as stats
+
+KNOWN = ("auto", "fp8", "int4_asym")
+BROKEN = "int4_asym+key_axis=head_dim+recent_tokens=0+sink_tokens=0"
+WRONG_SCALE = "int4_asym+fault=scale"
+
+
+# -- statistics ---------------------------------------------------------------------
+def test_interval_covers_the_mean_and_shrinks():
+    rng = np.random.default_rng(0)
+    small, large = (stats.interval(rng.normal(1.0, 2.0, n)) for n in (100, 10_000))
+    assert small[0] < 1.0 < small[1] and large[0] < 1.0 < large[1]
+    assert large[1] - large[0] < 0.2 * (small[1] - small[0])
+
+
+@pytest.mark.parametrize(
+    ("lost", "n", "outcome"),
+    [(0.0, 2000, stats.ACCEPT), (0.05, 2000, stats.REJECT), (0.01, 600, stats.UNSURE), (0.0, 40, stats.UNSURE),
+     (0.5, 40, stats.REJECT)],
+)  # fmt: skip
+def test_verdict_rule(lost, n, outcome):
+    """Accept, reject, and "not enough evidence" where the interval holds the tolerance or items are few."""
+    base = np.ones(n)
+    other = (np.arange(n) >= round(lost * n)).astype(float)
+    verdict = stats.verdict("x", [stats.accuracy_loss("task", base, other, 1.0)])
+    assert verdict.outcome == outcome
+    assert verdict.sentence.startswith(f"x: {outcome}: ") and verdict.sentence.count("\n") == 0
+
+
+def test_few_needles_reject_but_do_not_stop_acceptance():
+    good = stats.Loss("tokens", 0.0, -0.1, 0.1, 1.0, "points", 4000)
+    few = stats.accuracy_loss("needles", np.ones(20), np.ones(20), 1.0)
+    lost = stats.accuracy_loss("needles", np.ones(20), np.zeros(20), 1.0)
+    assert stats.verdict("x", [good, few]).outcome == stats.ACCEPT
+    assert stats.verdict("x", [good, lost]).outcome == stats.REJECT
+    assert sorted(stats.EXIT_STATUS.values()) == [0, 1, 3]
+
+
+# -- formats ------------------------------------------------------------------------
+def test_formats_carry_their_settings():
+    fmt = quality_formats.parse_format("int4_asym+recent_tokens=64+skip_layers=0/3+only=keys", KNOWN)
+    assert fmt.llm_arguments() == {
+        "kv_cache_dtype": "int4_asym", "additional_config": {"int4_asym": {"recent_tokens": 64}},
+        "kv_cache_dtype_skip_layers": ["0", "3"],
+    }  # fmt: skip
+    assert fmt.patches == {"only": "keys"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("int5", "'int5' is not a KV format"), ("fp8+recent_tokens=64", "settings belong to int4_asym"),
+     ("int4_asym+recent=64", "recent"), ("int4_asym+recent_tokens=8", "at least 64"), ("auto+chunk", "key=value"),
+     ("int4_asym+fault=x", "unknown"), ("auto+chunk=x", "number of tokens")],
+)  # fmt: skip
+def test_bad_formats_are_one_sentence(text, words):
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")) as error:
+        quality_formats.parse_format(text, KNOWN)
+    assert "\n" not in str(error.value)
+
+
+def test_ablation_covers_the_switches():
+    labels = " ".join(fmt.label for fmt in quality_formats.ablation(24, on_cpu=True))
+    for word in ("sink_tokens=0", "sink_tokens=16", "recent_tokens=64", "recent_tokens=512", "group_size=32",
+                 "key_axis=head_dim", "only=keys", "only=values", "skip_layers=0/23"):  # fmt: skip
+        assert word in labels
+
+
+# -- prompts ------------------------------------------------------------------------
+class _Bytes:
+    """A tokenizer of bytes."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True):
+        ids = ([256] if add_special_tokens else []) + list(text.encode())
+        return type("Encoding", (), {"input_ids": ids})
+
+
+@pytest.mark.parametrize("kind", quality_data.NEEDLES)
+def test_needles_fill_the_context_and_hide_the_answer(kind):
+    units = quality_data.needle_units(_Bytes(), [kind], [2048, 4096], [0.0, 1.0], 1, 4096)
+    assert len(units) == 4 and len({u["id"] for u in units}) == 4
+    for u in units:
+        assert len(u["prompt"]) + len(u["forced"]) == u["context"]
+        answer = bytes(u["forced"]).decode().strip()
+        text = bytes(u["prompt"][1:]).decode(errors="replace")
+        assert text.count(answer) == 2  # said twice, not in the question
+        where = text.index(answer) / len(text)
+        assert where < 0.1 if u["depth"] == 0 else where > 0.8
+        assert bool(u["warm"]) == (kind == "cached")
+        if kind == "cached":
+            shared = next(i for i, (a, b) in enumerate(zip(u["prompt"], u["warm"], strict=False)) if a != b)
+            assert shared > 0.9 * u["context"] - 100
+    assert units == quality_data.needle_units(_Bytes(), [kind], [2048, 4096], [0.0, 1.0], 1, 4096)
+
+
+def test_score_and_decode_units():
+    docs = {"a": list(range(5000)), "b": list(range(1000))}
+    units = quality_data.score_units(docs, [512, 4096], 4096)
+    assert [(u["document"], u["context"], len(u["prompt"])) for u in units] == [("a", 4096, 4095), ("b", 512, 512)]
+    units = quality_data.decode_units(docs, [512, 4096], 16, 4096)
+    assert [(len(u["prompt"]), u["forced"][0]) for u in units] == [(496, 496), (4080, 4080), (496, 496)]
+    with pytest.raises(ValueError, match="no document fills 8192 tokens"):
+        quality_data.score_units(docs, [8192], 8192)
+
+
+# -- records and pictures -------------------------------------------------------------
+def _arrays(n: int, kl: float) -> dict[str, np.ndarray]:
+    one = np.ones(n, np.float32)
+    return {"nll": 2 * one, "nll_base": 2 * one, "kl": kl * one, "agree": one, "top": one, "cached": np.array(0)}
+
+
+def test_report(tmp_path):
+    parts = {name: [_arrays(2047, kl)] for name, kl in (("a", 1e-3), ("b", 1e-1))}
+    records = [
+        quality_report.token_record(a[0], format=name, document="d", context=2048, mode="score")
+        for name, a in parts.items()
+    ]
+    rows = quality_report.pooled(records)
+    assert [r["format"] for r in rows] == ["a", "b"] and rows[1]["kl_mean"] == pytest.approx(0.1)
+    assert "+0.00 %" in quality_report.token_table(rows, "context")
+    positions = {name: quality_report.by_position(a) for name, a in parts.items()}
+    assert positions["a"][-1]["to"] == 2047
+    needles = [
+        {"kind": k, "format": f, "context": c, "depth": d, "exact": d > 0, "logprob": -1.0}
+        for k in ("passkey", "multi") for f in "ab" for c in (4096, 8192) for d in (0.0, 0.5)
+    ]  # fmt: skip
+    assert "2 of 4" not in quality_report.needle_table(needles) and "1 of 2" in quality_report.needle_table(needles)
+    quality_report.plot_positions(positions, tmp_path / "p.png", "t")
+    quality_report.plot_needles(needles, tmp_path / "n.png", "t")
+    assert (tmp_path / "p.png").stat().st_size > 5000 < (tmp_path / "n.png").stat().st_size
+
+
+# -- bad input ------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--model", "/nowhere"], "neither a model folder"), (["--formats", "auto,int5"], "'int5' is not a KV format"),
+     (["--contexts", "65536"], "takes 8192 tokens, not the 65536"), (["--formats", "auto"], "a format besides auto"),
+     (["--judge", "fp8"], "not among the formats"), (["--text", "/nowhere.txt"], "there is no text"),
+     (["--needles", "haystack"], "are unknown"), (["--needle-contexts", "100"], "must be from 512")],
+)  # fmt: skip
+def test_bad_input_is_one_sentence(smollm2, arguments, words, capsys):
+    assert quality.main(["--model", smollm2, *arguments]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("quality.py: ") and words in said
+
+
+def test_missing_package_is_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(quality, "NEEDED", ("no_such_package",))
+    assert quality.main(["--model", "x"]) == 2
+    assert "no_such_package cannot be imported; install" in capsys.readouterr().err
+
+
+def test_a_wrong_package_is_noticed(tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUFrubbish")
+    wanted = models.PACKAGED["smollm2"]
+    with pytest.raises(SystemExit, match="do not hold the expected model"):
+        models.check(file, wanted)
+    digest = models._sha256(file)
+    models.check(file, models.Packaged(("p",), 11, digest, "llama", 1))
+    with pytest.raises(SystemExit, match="sha256"):
+        models.check(file, models.Packaged(("p",), 11, "0", "llama", 1))
+
+
+# -- engines ---------------------------------------------------------------------------
+def _run(model: str, work: Path, *more: str) -> tuple[int, dict]:
+    status = quality.main(["--model", model, "--name", "test", "--work", str(work), "--out", str(work), *more])
+    return status, json.loads((work / "quality_test.json").read_text())
+
+
+@pytest.mark.engine
+def test_broken_formats_are_rejected_and_runs_resume(smollm2, tmp_path, monkeypatch):
+    """Smoke run of every measure; keys along the head without windows and a wrong scale are rejected."""
+    arguments = [
+        "--formats", f"auto,int4_asym,{BROKEN},{WRONG_SCALE}", "--contexts", "512,1024", "--documents", "prose",
+        "--decode", "4", "--needles", "passkey,cached", "--needle-contexts", "512", "--depths", "0.5",
+        "--kv-memory", "0.5",
+    ]  # fmt: skip
+    status, result = _run(smollm2, tmp_path, *arguments, "--judge", WRONG_SCALE)
+    assert status == 1
+    outcomes = {v["format"]: v["outcome"] for v in result["verdicts"]}
+    assert outcomes[BROKEN] == outcomes[WRONG_SCALE] == stats.REJECT
+    assert outcomes["int4_asym"] != stats.REJECT
+    by_format = {r["format"]: r for r in result["records"] if r["mode"] == "score" and r["context"] == 1024}
+    good, broken = by_format["int4_asym"], by_format[BROKEN]
+    assert good["kl_mean"] < 0.01 and good["top1"] > 0.94
+    assert broken["kl_mean"] > 10 * good["kl_mean"]
+    assert {r["mode"] for r in result["records"]} == {"score", "decode"}
+    cached = [n for n in result["needles"] if n["kind"] == "cached"]
+    assert len(cached) == 4 and all(n["cached_tokens"] >= 256 for n in cached)
+    assert all(n["cached_tokens"] == 0 for n in result["needles"] if n["kind"] != "cached")
+    assert (tmp_path / "quality_test_needles.png").exists() and (tmp_path / "quality_test_positions.png").exists()
+
+    # Everything is kept: the same command needs no engine, and its verdicts are the same.
+    def no_engine(*_):
+        raise AssertionError("an engine was started for finished units")
+
+    monkeypatch.setattr(quality_run.Runner, "_process", no_engine)
+    status, again = _run(smollm2, tmp_path, *arguments)
+    assert status == stats.EXIT_STATUS[outcomes["int4_asym"]]
+    assert again["records"] == result["records"] and again["verdicts"] == result["verdicts"]
+
+
+@pytest.mark.engine
+def test_a_format_that_does_not_run_is_said_so(model_64, tmp_path, smollm2):
+    """A known format that this machine does not serve: a sentence instead of numbers."""
+    status, result = _run(
+        smollm2, tmp_path, "--formats", "auto,turboquant_4bit_nc", "--contexts", "256", "--documents", "prose",
+        "--decode", "0", "--needles", "none", "--kv-memory", "0.25",
+    )  # fmt: skip
+    assert status == 2
+    assert result["formats"]["turboquant_4bit_nc"].startswith("did not run: ")
+    assert result["records"] == [] and result["verdicts"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_qwen_is_the_gate(tmp_path):
+    """Qwen2.5's key biases: `int4_asym` passes where keys along the head without windows fail."""
+    model = str(models.fetch("qwen2.5-coder-0.5b"))
+    status, result = _run(
+        model, tmp_path, "--formats", f"auto,int4_asym,{BROKEN}", "--contexts", "1024", "--documents",
+        "prose,technical,code", "--decode", "0", "--needles", "passkey", "--needle-contexts", "1024",
+    )  # fmt: skip
+    rows = {r["format"]: r for r in quality_report.pooled(result["records"])}
+    assert rows["int4_asym"]["kl_mean"] <= 0.005 and rows["int4_asym"]["top1"] >= 0.96
+    outcomes = {v["format"]: v["outcome"] for v in result["verdicts"]}
+    assert outcomes[BROKEN] == stats.REJECT and outcomes["int4_asym"] != stats.REJECT
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_ablation_of_one_side(smollm2, tmp_path):
+    """Keys only and values only each lose less than both, and more than nothing."""
+    _, result = _run(
+        smollm2, tmp_path, "--formats", "auto,int4_asym,int4_asym+only=keys,int4_asym+only=values", "--contexts",
+        "1024", "--documents", "prose", "--decode", "4", "--needles", "none", "--dtype", "float32",
+    )  # fmt: skip
+    kl = {r["format"]: r["kl_mean"] for r in result["records"] if r["mode"] == "score"}
+    assert 1e-5 < kl["int4_asym+only=keys"] < kl["int4_asym"]
+    assert 1e-5 < kl["int4_asym+only=values"] < kl["int4_asym"]
