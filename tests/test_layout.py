@@ -6,11 +6,15 @@ import subprocess
 import sys
 
 import pytest
+
 from bie_kernels.layout import GROUP_SIZES, HEAD_SIZES, PAGE_TOKENS, PageLayout, WindowLayout, token_slot
 
 LAYOUTS = [
-    PageLayout(size, None, group, axis) for size in HEAD_SIZES for group in GROUP_SIZES for axis in ("channel", "head_dim")
-] + [PageLayout(192, 128), PageLayout(64, 112, 32, "head_dim")]  # fmt: skip
+    PageLayout(size, None, group, axis)
+    for size in HEAD_SIZES
+    for group in GROUP_SIZES
+    for axis in ("channel", "head_dim")
+] + [PageLayout(192, 128), PageLayout(64, 112, 32, "head_dim")]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

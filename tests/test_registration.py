@@ -30,8 +30,10 @@ def test_register_twice_and_use_the_dtype(version):
         "except ValueError: print('still strict')\n"
         "from vllm.platforms import current_platform as p\n"
         "f = type(p).check_and_update_config.__func__\n"
-        "print('wrapped once', hasattr(f, '_int4_asym_original') and not hasattr(f._int4_asym_original, '_int4_asym_original'))\n"
-        "import torch; from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype as d; print(d('int4_asym', None))\n"
+        "inner = getattr(f, '_int4_asym_original', None)\n"
+        "print('wrapped once', inner is not None and not hasattr(inner, '_int4_asym_original'))\n"
+        "from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype as to_dtype\n"
+        "print(to_dtype('int4_asym', None))\n"
         "print(vllm.__version__)",
     )
     lines = out.splitlines()

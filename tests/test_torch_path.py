@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
+from paged import PagedRequest, make_request, nan_body, nan_window
+
 from bie_kernels import reference
 from bie_kernels.layout import HEAD_SIZES, PAGE_TOKENS, PageLayout
 from bie_kernels.torch_path import RequestStep, Rule, seal, store
-from paged import PagedRequest, make_request, nan_body, nan_window
 
 RULE = Rule(8, 128, 128 + 63)
 CHUNKS = [[300], [64] * 4 + [44], [33, 1, 1, 1, 64, 130, 63, 1, 6], [1] * 150 + [150]]
