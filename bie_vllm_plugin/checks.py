@@ -243,7 +243,8 @@ def log_layout_cost(kv_cache_config: Any, max_model_len: int) -> None:
     from bie_vllm_plugin.cache_spec import WindowSpec
 
     groups = kv_cache_config.kv_cache_groups
-    if kv_cache_config.kv_cache_layout in (None, "BLHNC") or not kv_cache_config.kv_cache_tensors:
+    ours = any(isinstance(group.kv_cache_spec, WindowSpec) for group in groups)
+    if not ours or kv_cache_config.kv_cache_layout in (None, "BLHNC") or not kv_cache_config.kv_cache_tensors:
         return
     block_bytes = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
     allocated = ideal = 0
