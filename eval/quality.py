@@ -71,21 +71,22 @@ def missing_packages() -> str | None:
     return f"{', '.join(missing)} cannot be imported; install them with: pip install 'bie-vllm-plugin[eval,cpu]'."
 
 
-def model_facts(model: str) -> tuple[Any, int, int]:
-    """(tokenizer, longest context, attention layers); raises ValueError with one sentence."""
+def model_facts(model: str, tokenizer: bool = True) -> tuple[Any, int, int]:
+    """(tokenizer or None, longest context, attention layers); raises ValueError with one sentence."""
     from transformers import AutoConfig, AutoTokenizer
 
     try:
         config = AutoConfig.from_pretrained(model)
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokens = AutoTokenizer.from_pretrained(model) if tokenizer else None
     except Exception as error:  # noqa: BLE001 - the Hub's and transformers' many ways to fail
         first = str(error).strip().splitlines()[0]
         known = ", ".join(models.PACKAGED)
         what = f"{model!r} is neither a model folder, a reachable Hub id nor one of {known}"
         raise ValueError(f"{what} ({first}).") from None
     text = config.get_text_config()
-    tokenizer.model_max_length = 1 << 30  # documents are cut here, a warning would mislead
-    return tokenizer, int(text.max_position_embeddings), int(text.num_hidden_layers)
+    if tokens is not None:
+        tokens.model_max_length = 1 << 30  # documents are cut here, a warning would mislead
+    return tokens, int(text.max_position_embeddings), int(text.num_hidden_layers)
 
 
 def versions() -> dict[str, str]:
