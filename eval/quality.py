@@ -244,8 +244,8 @@ def write(args: argparse.Namespace, result: dict[str, Any]) -> str:
     import quality_report as report
 
     args.out.mkdir(parents=True, exist_ok=True)
-    stem = args.out / f"quality_{args.name}"
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    stem = f"quality_{args.name}"  # names hold dots: no with_suffix
+    (args.out / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
     parts = [f"# {args.name}: KV formats against auto", "## All documents", report.token_table(
         report.pooled(result["records"]), "context")]  # fmt: skip
     decoded = report.pooled(result["records"], "decode")
@@ -255,18 +255,18 @@ def write(args: argparse.Namespace, result: dict[str, Any]) -> str:
     parts += [f"## By document, {max(args.contexts)} tokens", report.token_table(last, "document")]
     if result["needles"]:
         parts += ["## Needles", report.needle_table(result["needles"])]
-        report.plot_needles(result["needles"], stem.parent / f"{stem.name}_needles.png", args.name)
+        report.plot_needles(result["needles"], args.out / f"{stem}_needles.png", args.name)
     if result["tasks"]:
         import quality_tasks
 
         parts += ["## Tasks", quality_tasks.markdown(result["tasks"])]
     if result["positions"]:
-        report.plot_positions(result["positions"], stem.parent / f"{stem.name}_positions.png", args.name)
+        report.plot_positions(result["positions"], args.out / f"{stem}_positions.png", args.name)
     idle = [f"- {name} {status}" for name, status in result["formats"].items() if status != "ran"]
     parts += ["## Verdicts", "\n".join([f"- {v['sentence']}" for v in result["verdicts"]] + idle)]
     parts.append(f"`{result['command']}`, {', '.join(f'{k} {v}' for k, v in result['versions'].items())}")
     text = "\n\n".join(parts) + "\n"
-    stem.with_suffix(".md").write_text(text)
+    (args.out / f"{stem}.md").write_text(text)
     return text
 
 
