@@ -246,8 +246,9 @@ def write(args: argparse.Namespace, result: dict[str, Any]) -> str:
     args.out.mkdir(parents=True, exist_ok=True)
     stem = f"quality_{args.name}"  # names hold dots: no with_suffix
     (args.out / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
-    parts = [f"# {args.name}: KV formats against auto", "## All documents", report.token_table(
-        report.pooled(result["records"]), "context")]  # fmt: skip
+    parts = [f"# {args.name}: KV formats against auto", "## All documents",
+             report.token_table(report.pooled(result["records"]), "context"),
+             "KL p99 over all documents is that of the worst one."]  # fmt: skip
     decoded = report.pooled(result["records"], "decode")
     if decoded:
         parts += ["## Teacher-forced decoding", report.token_table(decoded, "context")]
