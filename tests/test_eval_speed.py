@@ -72,7 +72,7 @@ def test_engine_grid_and_resumption(smollm2, tmp_path, monkeypatch):
         assert "did_not_run" not in r, r
         assert r["ttft_cold_s"] > 0 and r["output_tokens_per_s"] > 0 and r["peak_memory_bytes"] > 1e6
     # 16 bits against 4.5 and the windows, which weigh much in a cache of short requests
-    assert records["auto"]["allocated_bits_per_element"] == pytest.approx(16, rel=0.2)
+    assert records["auto"]["allocated_bits_per_element"] == pytest.approx(16, rel=0.3)  # padding of short requests
     assert records["int4_asym"]["tokens_that_fit"] > records["auto"]["tokens_that_fit"]
     monkeypatch.setattr(speed, "start", lambda job: {"error": "measured twice"})
     assert speed.main(arguments) == 0
