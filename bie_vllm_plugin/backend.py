@@ -147,11 +147,12 @@ class Int4AsymImpl(AttentionImpl[Int4AsymMetadata]):
 
         scheduler = self.vllm_config.scheduler_config
         heads, sizes = (layer.num_heads, layer.num_kv_heads), (layer.head_size, layer.head_size_v)
-        key = (*heads, *sizes, self.soft_cap, layer.kv_cache.shape)
+        drafts = lookahead_tokens(self.vllm_config)
+        limits = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens, drafts)
+        key = (*heads, *sizes, self.soft_cap, window.dtype, self.settings, self.rule, *limits)
         if key in _WARM:
             return
         _WARM.add(key)
-        drafts = lookahead_tokens(self.vllm_config)
         cuda_path.warm_up(
             layer, window, self.settings.page_layout(layer.head_size, layer.head_size_v), self.rule, self.workspace,
             soft_cap=self.soft_cap, requests=scheduler.max_num_seqs, q_lens=tuple({1, min(1 + drafts, 16)}),

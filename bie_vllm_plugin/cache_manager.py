@@ -44,8 +44,8 @@ class WindowManager(SingleTypeKVCacheManager):
         self.sink_pages = kv_cache_spec.sink_pages
         # Pages below this index (sinks aside) are freed already, per request.
         self._first_held: dict[str, int] = {}
-        # strict: page ranges whose window a later request will want (shared-prefix junctions).
-        self._wanted_tails: dict[str, list[range]] = {}
+        # strict: pages whose window a later request will want (the shared-prefix junction).
+        self._wanted_tail: dict[str, range] = {}
 
     # -- what is held ------------------------------------------------------------
     def tail_pages(self, boundary: int) -> range:
@@ -58,13 +58,20 @@ class WindowManager(SingleTypeKVCacheManager):
         Called by the scheduler's look-up before the request's first allocation.
         """
         if self.kv_cache_spec.strict and boundary > 0:
-            self._wanted_tails.setdefault(request_id, []).append(self.tail_pages(boundary))
+            self._wanted_tail[request_id] = self.tail_pages(boundary)  # a waiting request looks up every step
 
-    def _new_pages(self, request_id: str, have: int, num_tokens: int, num_tokens_main_model: int) -> list[bool]:
-        """For pages from `have` up to `num_tokens`: whether each gets a block (True) or stays null."""
+    def _new_pages(
+        self, request_id: str, have: int, num_tokens: int, num_tokens_main_model: int, at_the_end: bool = False
+    ) -> list[bool]:
+        """For pages from `have` up to `num_tokens`: whether each gets a block (True) or stays null.
+
+        Args:
+            at_the_end: count what is held when the request is done; windows in front
+                of boundaries are taken by the chunks that pass them and freed again.
+        """
         keep_from = max(0, num_tokens_main_model - self.retained) // self.block_size
-        tails = self._wanted_tails.get(request_id, [])
-        interval = self.kv_cache_spec.retention_interval
+        tails = [self._wanted_tail[request_id]] if request_id in self._wanted_tail and not at_the_end else []
+        interval = 0 if at_the_end else self.kv_cache_spec.retention_interval
         pages = range(have, cdiv(num_tokens, self.block_size))
         if self.kv_cache_spec.strict and interval is None:
             return [True] * len(pages)
@@ -87,14 +94,11 @@ class WindowManager(SingleTypeKVCacheManager):
         """Blocks that `allocate_new_blocks` will take, plus hits that leave the free queue.
 
         With `apply_admission_cap` (the whole prompt must fit) the count is what the
-        request holds at its end, which is the spec's cap: middles are never held.
+        request holds at its end, within the spec's cap: middles are never held.
         """
         del total_computed_tokens, num_local_computed_tokens, prefill_end
         have = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
-        if apply_admission_cap:
-            new = sum(self._new_pages("", have, num_tokens, num_tokens_main_model))
-        else:
-            new = sum(self._new_pages(request_id, have, num_tokens, num_tokens_main_model))
+        new = sum(self._new_pages(request_id, have, num_tokens, num_tokens_main_model, apply_admission_cap))
         return new + self._get_num_evictable_blocks(new_computed_blocks)
 
     def allocate_new_blocks(
@@ -146,7 +150,7 @@ class WindowManager(SingleTypeKVCacheManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forget the request; its blocks go back to the pool."""
         self._first_held.pop(request_id, None)
-        self._wanted_tails.pop(request_id, None)
+        self._wanted_tail.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:

@@ -61,12 +61,19 @@ class WindowSpec(SlidingWindowSpec):
         sink_tokens, recent_tokens: the position rule's.
         strict: prefix hits need the window pages.
         retention_interval: vLLM's prefix_cache_retention_interval.
+        step_tokens: tokens that a decode step may add, drafts included.
+        batches: steps that may be in flight at once (async scheduling, pipeline
+            parallelism); pages are freed when a step is processed, not when it is scheduled.
+        chunk_tokens: largest prefill chunk.
     """
 
     sink_tokens: int
     recent_tokens: int
     strict: bool
     retention_interval: int | None = 0
+    step_tokens: int = 1
+    batches: int = 1
+    chunk_tokens: int = 0
 
     @property
     def num_retained_tokens(self) -> int:
@@ -81,8 +88,12 @@ class WindowSpec(SlidingWindowSpec):
     def pages_held(self, num_tokens: int) -> int:
         """Upper bound of the pages held after a step that ends at `num_tokens`."""
         total = cdiv(num_tokens, self.block_size)
-        # R tokens may straddle one page more than they fill.
-        return min(total, self.sink_pages + cdiv(self.sliding_window, self.block_size) + 1)
+        return min(total, self.sink_pages + self._window_pages)
+
+    @property
+    def _window_pages(self) -> int:
+        """Pages of R tokens and of the steps in flight; they may straddle one page more than they fill."""
+        return cdiv(self.sliding_window + self.step_tokens * self.batches, self.block_size) + 1
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """What a request holds when its prompt is done; a chunk's own middle needs no pages."""
@@ -91,8 +102,18 @@ class WindowSpec(SlidingWindowSpec):
 
     @property
     def peak_pages(self) -> int:
-        """Pages of one request at worst: during a chunk, the window before it and the one behind it."""
-        return self.sink_pages + 2 * (cdiv(self.sliding_window, self.block_size) + 1)
+        """Pages of one request at worst, while prefill chunks run.
+
+        Every chunk in flight keeps the window before it, and the last one brings its
+        own. With strict hits one shared-prefix junction has its window too, and a
+        retention interval may ask for pages all along the chunks.
+        """
+        pages = self.sink_pages + (1 + self.batches) * self._window_pages
+        if self.strict:
+            pages += cdiv(self.recent_tokens, self.block_size) + 1
+            if self.retention_interval != 0:
+                pages += self.batches * cdiv(self.chunk_tokens, self.block_size)
+        return pages
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Bytes of one request of max_model_len, in whole pages.
@@ -140,8 +161,11 @@ def window_spec(
     dtype: torch.dtype,
     lookahead_tokens: int,
     retention_interval: int | None,
+    *,
+    batches: int = 1,
+    chunk_tokens: int = 0,
 ) -> WindowSpec:
-    """The 16-bit companion of a layer."""
+    """The 16-bit companion of a layer; see `WindowSpec` for the last two."""
     return WindowSpec(
         block_size=window_page_tokens(dtype.itemsize),
         num_kv_heads=num_kv_heads,
@@ -153,4 +177,7 @@ def window_spec(
         recent_tokens=settings.recent_tokens,
         strict=settings.prefix_hits == "strict",
         retention_interval=retention_interval,
+        step_tokens=1 + lookahead_tokens,
+        batches=batches,
+        chunk_tokens=chunk_tokens,
     )

@@ -157,8 +157,8 @@ def _check_engine(vllm_config: VllmConfig) -> None:
     speculation = vllm_config.speculative_config
     if speculation is not None and speculation.method not in DRAFTERS_WITHOUT_CACHE:
         raise ValueError(
-            f"speculative method {speculation.method!r} keeps a KV cache of its own, which {DTYPE_NAME} does not "
-            f"support yet; use one of {', '.join(DRAFTERS_WITHOUT_CACHE)}."
+            f"speculative method {speculation.method!r} is not supported by {DTYPE_NAME} yet (drafters may keep a KV "
+            f"cache of their own); use one of {', '.join(DRAFTERS_WITHOUT_CACHE)}."
         )
     from vllm.platforms import current_platform
 
@@ -200,8 +200,8 @@ def check_layer(selector: Any) -> None:
 def check_pool(manager: Any) -> None:
     """The pool must hold one request of max_model_len while its last prefill chunk runs.
 
-    At that moment the window in front of the chunk and the one behind it are held
-    together; with less, that request could never be scheduled.
+    At that moment the windows in front of the chunks in flight and the one behind the
+    last are held together; with less, that request could never be scheduled.
 
     Args:
         manager: vLLM's `KVCacheManager`, built.
@@ -219,12 +219,17 @@ def check_pool(manager: Any) -> None:
     free = manager.block_pool.num_gpu_blocks - 1  # block 0 is the null block
     window_pages = sum(m.kv_cache_spec.peak_pages for m in windows)
     body_pages = sum(-(-manager.max_model_len // m.block_size) for m in bodies)
-    others = [m for m in managers if m not in windows and m not in bodies]
-    if others or body_pages + window_pages <= free:
+    other_pages = sum(
+        m.max_admission_blocks_per_request or -(-manager.max_model_len // m.block_size)
+        for m in managers
+        if m not in windows and m not in bodies
+    )
+    needed = body_pages + window_pages + other_pages
+    if needed <= free:
         return
-    fits = max(0, (free - window_pages) // max(1, len(bodies))) * PAGE_TOKENS
+    fits = max(0, (free - window_pages - other_pages) // max(1, len(bodies))) * PAGE_TOKENS
     raise ValueError(
-        f"max_model_len {manager.max_model_len} needs {body_pages + window_pages} KV-cache pages with {DTYPE_NAME} "
+        f"max_model_len {manager.max_model_len} needs {needed} KV-cache pages with {DTYPE_NAME} "
         f"while its last chunk is prefilled, and the pool has {free}: set --max-model-len to at most {fits} or give "
         "the cache more memory."
     )

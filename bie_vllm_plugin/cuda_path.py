@@ -56,7 +56,11 @@ def split_batch(common: Any, threshold: int) -> Split:
     q_len = int(starts_cpu[1] - starts_cpu[0]) if decodes else 0
     if decodes and not 1 <= q_len <= threshold:
         decodes, prefills, q_len = 0, common.num_reqs, 0
-    starts = common.query_start_loc[decodes:] - decodes * q_len if prefills else None
+    starts = None
+    if prefills:
+        # Without decode rows the offsets are vLLM's own persistent buffer: a graph captured for
+        # a uniform batch of more than 16 rows a request reads them at replay.
+        starts = common.query_start_loc if not decodes else common.query_start_loc[decodes:] - decodes * q_len
     return Split(decodes, q_len, starts)
 
 

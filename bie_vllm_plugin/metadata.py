@@ -79,8 +79,11 @@ class Int4AsymMetadataBuilder(AttentionMetadataBuilder[Int4AsymMetadata]):
 
     def _make_plan_buffer(self) -> None:
         """Persistent memory of the decode plan: CUDA graphs read it, `build` rewrites it."""
-        layer: Any = self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]]
-        self._heads = (layer.num_heads, layer.num_kv_heads)
+        layers: dict[str, Any] = self.vllm_config.compilation_config.static_forward_context
+        heads = {(layers[name].num_heads, layers[name].num_kv_heads) for name in self.layer_names}
+        if len(heads) > 1:
+            return  # a plan is cut for one number of rows; decode then makes one per layer
+        (self._heads,) = heads
         self._rule = rule_of(self.vllm_config)
         requests = self.vllm_config.scheduler_config.max_num_seqs
         # A plan holds an item per program, at most a wave of them or a few per request.

@@ -56,7 +56,12 @@ class EngineOptions:
     @property
     def in_flight(self) -> int:
         """Tokens scheduled and not settled: a GPU overlaps two steps (async scheduling)."""
-        return self.chunk * (1 if self.cpu else 2)
+        return self.chunk * self.batches
+
+    @property
+    def batches(self) -> int:
+        """Steps in flight."""
+        return 1 if self.cpu else 2
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,14 @@ class PageSpec:
     sink_pages: int = 0
     states: int = 0
     packing: str = ""
+    step_tokens: int = 1
+    batches: int = 1
+    junction_pages: int = 0
+
+    @property
+    def companion_pages(self) -> int:
+        """Pages of a companion's R tokens and of the steps in flight; see `cache_spec.WindowSpec`."""
+        return -(-(self.window + self.step_tokens * self.batches) // self.tokens) + 1
 
     def pages(self, context: int, in_flight: int) -> int:
         """Pages that a sequence of `context` tokens holds, by vLLM's admission rule."""
@@ -93,14 +106,14 @@ class PageSpec:
         if self.kind == "chunked":
             return -(-min(self.window + in_flight, context) // self.tokens)
         if self.kind == "window":
-            return min(total, self.sink_pages + -(-self.window // self.tokens) + 1)
+            return min(total, self.sink_pages + self.companion_pages)
         return -(-min(self.window - 1 + in_flight, context) // self.tokens) + 1
 
     def peak_extra(self, context: int, in_flight: int) -> int:
-        """Pages beyond `pages` during the last chunk: a companion then holds the window before and behind it."""
+        """Pages beyond `pages` during the last chunk: see `cache_spec.WindowSpec.peak_pages`."""
         if self.kind != "window":
             return 0
-        peak = self.sink_pages + 2 * (-(-self.window // self.tokens) + 1)
+        peak = self.sink_pages + (1 + self.batches) * self.companion_pages + self.junction_pages
         return peak - self.pages(context, in_flight)
 
 
@@ -236,6 +249,9 @@ def _window_pages(layer: Layer, itemsize: int, options: EngineOptions) -> PageSp
         window=settings.recent_tokens + options.drafts + PAGE_TOKENS - 1,  # R; see cache_spec.retained_tokens
         sink_pages=-(-settings.sink_tokens // layout.page_tokens),
         packing=f"{layer.kv_heads}:{layer.head_size}:{layer.head_size_v}",
+        step_tokens=1 + options.drafts,
+        batches=options.batches,
+        junction_pages=-(-settings.recent_tokens // layout.page_tokens) + 1 if settings.prefix_hits == "strict" else 0,
     )
 
 

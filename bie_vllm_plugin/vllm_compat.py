@@ -15,6 +15,7 @@ What is wrapped, and why no public way does it:
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
 from bie_vllm_plugin.config import DTYPE_NAME
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
 SUPPORTED_VERSIONS = ("0.32", "0.33")
 """vLLM releases that the touch-points below were tested with."""
 
-INSTALL_ERRORS = (ImportError, AttributeError, TypeError, KeyError)
-"""What a vLLM that moved its internals makes of `install`."""
+INSTALL_ERRORS = (ImportError, AttributeError, TypeError, KeyError, NameError, ValueError, RuntimeError, AssertionError)
+"""What a vLLM that moved its internals makes of `install` (pydantic's errors are ValueErrors)."""
+
+logger = logging.getLogger("vllm.bie_vllm_plugin")
 
 BACKEND_PATH = "bie_vllm_plugin.backend.Int4AsymBackend"
 
@@ -65,12 +68,13 @@ def install() -> None:
 
     from bie_vllm_plugin.dtype_registration import register_dtype
 
-    register_dtype()
+    # The dtype last: once it is accepted, every check below is in place.
     platform = type(current_platform)
     _wrap_classmethod(platform, "check_and_update_config", _check_and_update_config)
     _wrap_classmethod(platform, "get_attn_backend_cls", _get_attn_backend_cls)
     _wrap_classmethod(platform, "update_block_size_for_backend", _update_block_size)
     _wrap_classmethod(platform, "register_custom_kv_cache_specs", _register_specs)
+    register_dtype()
 
 
 def _wrap_classmethod(owner: type, name: str, wrapper: Any) -> None:
@@ -124,6 +128,17 @@ def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:
 # -- scheduler -----------------------------------------------------------------------
 def _register_specs(original: Any, vllm_config: VllmConfig | None) -> None:
     original(vllm_config)
+    if vllm_config is None:  # nobody says which dtype: offer the specs, but never stop another engine
+        try:
+            _offer_specs()
+        except INSTALL_ERRORS as error:
+            logger.info("int4_asym's cache specs are not available: %s", error)
+    elif uses_int4_asym(vllm_config):
+        _offer_specs()
+        _wrap_kv_cache_manager()
+
+
+def _offer_specs() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
@@ -132,8 +147,6 @@ def _register_specs(original: Any, vllm_config: VllmConfig | None) -> None:
 
     KVCacheSpecRegistry.register(BodySpec, BodyManager, uniform_type_base_spec=FullAttentionSpec)
     KVCacheSpecRegistry.register(WindowSpec, WindowManager, uniform_type_base_spec=WindowSpec)
-    if uses_int4_asym(vllm_config):
-        _wrap_kv_cache_manager()
 
 
 def _wrap_kv_cache_manager() -> None:

@@ -61,6 +61,10 @@ class WindowLayer(AttentionLayerBase):
             dtype,
             lookahead_tokens(vllm_config),
             vllm_config.cache_config.prefix_cache_retention_interval,
+            batches=vllm_config.max_concurrent_batches,
+            chunk_tokens=min(
+                vllm_config.scheduler_config.max_num_batched_tokens, vllm_config.model_config.max_model_len
+            ),
         )
 
 

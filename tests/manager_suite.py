@@ -38,18 +38,20 @@ init_none_hash(sha256)
 
 
 def make_manager(blocks: int, *, caching: bool = True, lookahead: int = 0, itemsize: int = 2,
-                 retention: int | None = 0, max_len: int = MAX_LEN, **options) -> KVCacheManager:  # fmt: skip
+                 retention: int | None = 0, max_len: int = MAX_LEN, batches: int = 1, chunk: int = 0,
+                 events: bool = False,
+                 **options) -> KVCacheManager:  # fmt: skip
     """vLLM's manager over a body and a window group."""
     config = Int4AsymConfig(**options)
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
-    window = window_spec(config, 2, 64, 64, dtype, lookahead, retention)
+    window = window_spec(config, 2, 64, 64, dtype, lookahead, retention, batches=batches, chunk_tokens=chunk)
     groups = [KVCacheGroupSpec(["a"], body_spec(PageLayout(64), 2)), KVCacheGroupSpec(["a.window"], window)]
     kv_config = KVCacheConfig(
         num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups, prefix_cache_retention_interval=retention
     )
     return KVCacheManager(
         kv_config, max_model_len=max_len, scheduler_block_size=PAGE_TOKENS, hash_block_size=window.block_size,
-        max_in_flight_tokens=2048, enable_caching=caching, log_stats=True,
+        max_in_flight_tokens=2048, enable_caching=caching, log_stats=True, enable_kv_cache_events=events,
     )  # fmt: skip
 
 
@@ -121,6 +123,103 @@ def test_the_admission_cap_is_what_is_held():
         assert len(held(window.req_to_blocks[request.request_id])) == count
         assert count <= window.kv_cache_spec.max_admission_blocks_per_request(2048, MAX_LEN)
         manager.free(request)
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3])
+@pytest.mark.parametrize("chunk", [64, 300, 512])
+def test_the_smallest_accepted_pool_serves_the_longest_prompt(batches, chunk):
+    """Steps in flight free nothing until they are processed: the pool that `check_pool` accepts must still do."""
+    length = 2048
+    probe = parts(make_manager(500, batches=batches, max_len=length, caching=False))[1].kv_cache_spec
+    blocks = 1 + length // 64 + probe.peak_pages
+    with pytest.raises(ValueError, match="KV-cache pages"):
+        make_manager(blocks - 1, batches=batches, max_len=length, caching=False)
+    manager = make_manager(blocks, batches=batches, max_len=length, caching=False)
+    request = make_request("r", list(range(length)))
+    flight: list[int] = []
+    computed = 0
+    while computed < length:
+        n = min(chunk, length - computed)
+        request.num_computed_tokens = computed
+        request.num_in_flight_tokens = sum(flight)
+        assert step(manager, request, n) is not None, (computed, flight)
+        computed += n
+        flight.append(n)
+        if len(flight) == batches:  # the oldest step is processed before another one is scheduled
+            flight.pop(0)
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 8, 16])
+def test_the_cap_holds_while_decoding_with_drafts(drafts):
+    manager = make_manager(300, caching=False, lookahead=drafts)
+    _, window = parts(manager)
+    request = make_request("r", list(range(300)))
+    step(manager, request, 300)
+    for computed in range(300, 700):
+        request.num_computed_tokens = computed
+        request.append_output_token_ids(7)
+        assert step(manager, request, 1 + drafts) is not None
+        assert len(held(window.req_to_blocks["r"])) <= window.kv_cache_spec.pages_held(computed + 1 + drafts)
+
+
+@pytest.mark.parametrize("interval", [64, 128, 256, None])
+@pytest.mark.parametrize("chunk", [128, 512])
+def test_strict_with_a_retention_interval_is_admitted_and_served(interval, chunk):
+    """Windows in front of boundaries are taken by chunks and freed: they must not count against admission."""
+    options = {"prefix_hits": "strict", "retention": interval, "max_len": 2048, "chunk": chunk}
+    probe = parts(make_manager(900, **options))[1].kv_cache_spec
+    manager = make_manager(1 + 32 + probe.peak_pages, **options)
+    request = make_request("r", list(range(2000)))
+    hit = start(manager, request)
+    assert manager.allocate_slots(request, chunk, hit, request.hit_blocks, full_sequence_must_fit=True) is not None
+    for computed in range(chunk, 2000, chunk):
+        request.num_computed_tokens = computed
+        assert step(manager, request, min(chunk, 2000 - computed)) is not None
+
+
+def test_kv_events_name_whole_pages_of_both_groups():
+    """Body pages of 64 tokens as full attention; sinks and the prompt's tail as a sliding window of R."""
+    manager = make_manager(200, events=True)
+    run_prompt(manager, "a", list(range(500)))
+    stored = [event for event in manager.take_events() if type(event).__name__ == "BlockStored"]
+    body = [event for event in stored if event.group_idx == 0]
+    window = [event for event in stored if event.group_idx == 1]
+    assert sum(len(event.block_hashes) for event in body) == 7
+    assert {event.block_size for event in body} == {64} and {event.block_size for event in window} == {16}
+    assert {event.kv_cache_spec_kind for event in body} == {"full_attention"}
+    assert {(event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) for event in window} == {
+        ("sliding_window", 191)
+    }
+    # The sink page, and 8 pages that hold the 127 positions in front of 448.
+    assert sum(len(event.block_hashes) for event in window) == 1 + 8
+
+
+def test_usage_and_hit_rate_are_what_metrics_read():
+    manager = make_manager(101)
+    assert manager.usage == 0
+    request = make_request("a", list(range(640)))
+    start(manager, request)
+    step(manager, request, 640)
+    _, window = parts(manager)
+    assert manager.usage == pytest.approx((10 + len(held(window.req_to_blocks["a"]))) / 100)
+    manager.record_prefix_cache_stats(request, 0)
+    manager.free(request)
+    assert manager.usage == 0
+    again = make_request("b", list(range(640)))
+    hit = start(manager, again)
+    manager.record_prefix_cache_stats(again, hit)
+    stats = manager.make_prefix_cache_stats()
+    assert (stats.queries, stats.hits) == (1280, 576)
+
+
+def test_waiting_requests_do_not_pile_up_tails():
+    manager = make_manager(300, prefix_hits="strict")
+    _, window = parts(manager)
+    run_prompt(manager, "a", list(range(700)))
+    request = make_request("b", [*range(400), *[9999] * 100])
+    for _ in range(50):
+        start(manager, request)
+    assert list(window._wanted_tail) == ["b"]
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

@@ -73,6 +73,13 @@ BAD_ENGINES = {
              "distributed_executor_backend": "mp"},
         ["--decode-context-parallel-size 2"],
     ),
+    "prefill context parallel": (
+        "", {"prefill_context_parallel_size": 2, "distributed_executor_backend": "mp"},
+        ["--prefill-context-parallel-size 2"],
+    ),
+    "backend per kind": (
+        "", {"attention_config": {"backend_per_kind": {"full_attention": "CPU_ATTN"}}}, ["backend_per_kind"],
+    ),
     "kv scheme": (
         "", {"hf_overrides": {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic",
                                                       "kv_cache_scheme": {"num_bits": 8}}}},

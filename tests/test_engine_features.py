@@ -86,7 +86,9 @@ def test_relaxed_bound_on_the_real_model(smollm2):
 
     text = "The committee met on Tuesday to discuss the harbour, its debts, and the new ferry line. "
     ids = AutoTokenizer.from_pretrained(smollm2)(text * 60).input_ids[:1000]
-    first, second = ids[:900], ids[:640] + ids[640:840]
+    other = "Nobody could remember who had first painted the door green, or why the key was kept in a drawer. "
+    fork = AutoTokenizer.from_pretrained(smollm2)(other * 20).input_ids[:200]
+    first, second = ids[:900], ids[:640] + fork  # the window in front of 640 was freed long ago
     base = {"model": smollm2, "max_model_len": 1024, "kv_cache_memory_bytes": 256 << 20}
     sampling = {"n": 48, "top": 64}
     warm, cold = run_engines(
@@ -96,7 +98,7 @@ def test_relaxed_bound_on_the_real_model(smollm2):
             {"llm": llm(**base), "steps": [generate([second], **sampling)]},
         ]
     )  # fmt: skip
-    assert warm[1][0]["cached"] == 64 * (839 // 64)
+    assert warm[1][0]["cached"] == 640
     pairs = list(zip(warm[1][0]["top"], cold[0][0]["top"], warm[1][0]["tokens"], cold[0][0]["tokens"], strict=True))
     same = next((i for i, (_, _, a, b) in enumerate(pairs) if a != b), len(pairs))
     divergences = [kl_divergence(q, p) for p, q, *_ in pairs[: same + 1]]
@@ -141,10 +143,10 @@ def test_skipped_layers_are_full_precision(model_64):
         assert (f"model.layers.{layer}.self_attn.attn.int4_asym_window" in shapes) == (not skipped)
     assert len(everything[1]) == 4
     assert_same(everything[0], auto[0], median=1e-5, worst=1e-3)
-    # Two layers in 4 bits are closer to auto than four, and neither is equal to it.
+    # Two layers in 4 bits and four: neither equals auto, even at the first token (300 tokens are beyond the window).
     error = {
         name: np.mean([abs(a - b) for r, s in zip(run[0], auto[0], strict=True)
-                       for a, b in zip(r["logprobs"][:1], s["logprobs"][:1], strict=True)])
+                       for a, b in zip(r["logprobs"][:1], s["logprobs"][:1], strict=True)][1:])
         for name, run in (("two", first_last), ("four", none))
     }  # fmt: skip
     assert error["two"] > 0 and error["four"] > 0

@@ -149,9 +149,12 @@ def test_same_step_siblings(model_64):
 
 @pytest.mark.parametrize("hits", ["strict", "relaxed"])
 def test_eviction_in_between(model_64, hits):
-    """Cached pages are evicted by other requests; what is left of a prefix still gives the right numbers."""
+    """Other requests evict the end of a cached prefix; what is left of it still gives the right numbers.
+
+    Strict hits need the window too, which goes first: nothing is left to resume from.
+    """
     first = tokens(600, seed=1)
-    others = [generate([tokens(700, seed=s)], n=4) for s in range(20, 24)]
+    others = [generate([tokens(600, seed=s)], n=4) for s in range(20, 23)]
     steps = [generate([first]), *others, generate([first])]
     warm, plain = run_engines(
         [
@@ -159,8 +162,13 @@ def test_eviction_in_between(model_64, hits):
             {"llm": llm(model_64), "steps": [generate([first])]},
         ]
     )
-    assert warm[-1][0]["cached"] < hit(600)
-    assert_same(warm[-1], plain[0], shared=0.8)
+    if hits == "strict":
+        assert warm[-1][0]["cached"] == 0
+        assert_same(warm[-1], plain[0], shared=0.8)
+    else:
+        assert 0 < warm[-1][0]["cached"] < hit(600)
+        # The window in front of the hit is gone: INT4 where a cold run reads 16 bits, within the bound of `relaxed`.
+        assert_same(warm[-1], plain[0], shared=0.1, median=0.02, worst=0.5)
 
 
 def test_preempted_requests_resume_from_the_cache(model_64):

@@ -81,6 +81,20 @@ def test_a_vllm_with_other_internals_is_left_alone():
     assert "no exception" in out
 
 
+def test_other_dtypes_start_when_the_managers_do_not_import():
+    """The scheduler's hook runs for every engine; only int4_asym may fail there, and only for its users."""
+    out = check(
+        "0.32",
+        "import vllm.v1.core.kv_cache_utils as u; del u.resolve_block_hashes\n"
+        "from types import SimpleNamespace as N\n"
+        "import bie_vllm_plugin; bie_vllm_plugin.register()\n"
+        "from vllm.platforms import current_platform as p\n"
+        "p.register_custom_kv_cache_specs(N(cache_config=N(cache_dtype='auto'))); print('auto starts')\n"
+        "p.register_custom_kv_cache_specs(None); print('so does an engine without a configuration')\n",
+    )
+    assert "auto starts" in out and "so does an engine" in out
+
+
 def test_an_unsupported_release_is_named(model_64):
     out = check(
         "0.32",
