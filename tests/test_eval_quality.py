@@ -187,6 +187,7 @@ def _run(model: str, work: Path, *more: str) -> tuple[int, dict]:
     return status, json.loads((work / "quality_test.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_broken_formats_are_rejected_and_runs_resume(smollm2, tmp_path, monkeypatch):
     """Smoke run of every measure; keys along the head without windows and a wrong scale are rejected."""
@@ -220,6 +221,7 @@ def test_broken_formats_are_rejected_and_runs_resume(smollm2, tmp_path, monkeypa
     assert again["records"] == result["records"] and again["verdicts"] == result["verdicts"]
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_format_that_does_not_run_is_said_so(model_64, tmp_path, smollm2):
     """A known format that this machine does not serve: a sentence instead of numbers."""

@@ -54,6 +54,7 @@ def test_bad_input_is_one_sentence(model_64, arguments, words, capsys):
     assert said.startswith("speed.py: ") and words in said
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_engine_grid_and_resumption(smollm2, tmp_path, monkeypatch):
     """One cell of the grid through `vllm bench latency`, both formats; then nothing is measured twice.

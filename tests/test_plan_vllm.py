@@ -217,8 +217,9 @@ def _vllm_specs(model, fmt, options: EngineOptions) -> dict:
             layout = options.settings.page_layout(layer.head_size)
             spec = body_spec(layout, heads)
             windows[name + ".window"] = window_spec(
-                options.settings, heads, layer.head_size, layer.head_size_v, torch.bfloat16, options.drafts, 0
-            )
+                options.settings, heads, layer.head_size, layer.head_size_v, torch.bfloat16, options.drafts, 0,
+                batches=options.batches,
+            )  # fmt: skip
         else:
             spec = FullAttentionSpec(**shape)
             if ours:
@@ -306,13 +307,18 @@ def test_window_and_body_are_the_plugins() -> None:
     from bie_vllm_plugin.plan_pool import layer_pages
 
     model = load_model(str(MODELS_DIR / "Llama-3.1-8B"))
-    for window_settings in ({}, {"sink_tokens": 0}, {"sink_tokens": 64, "recent_tokens": 999}):
+    for window_settings in (
+        {},
+        {"sink_tokens": 0},
+        {"sink_tokens": 64, "recent_tokens": 999},
+        {"prefix_hits": "strict"},
+    ):
         settings = Int4AsymConfig(**window_settings)
         options = EngineOptions(settings=settings, drafts=3)
         pages, outermost = layer_pages(model, FORMATS["int4_asym"], options)
         assert outermost
         body, window = pages[0], pages[-1]
-        spec = window_spec(settings, 8, 128, 128, torch.bfloat16, 3, 0)
+        spec = window_spec(settings, 8, 128, 128, torch.bfloat16, 3, 0, batches=options.batches)
         assert window.window == retained_tokens(settings.recent_tokens, 3) == spec.sliding_window
         assert (window.tokens, window.page_bytes) == (spec.block_size, spec.page_size_bytes)
         assert window.sink_pages == spec.sink_pages
