@@ -92,8 +92,8 @@ class WindowSpec(SlidingWindowSpec):
 
     @property
     def _window_pages(self) -> int:
-        """Pages of R tokens and of the steps in flight; they may straddle one page more than they fill."""
-        return cdiv(self.sliding_window + self.step_tokens * self.batches, self.block_size) + 1
+        """Pages that R tokens and those of the steps in flight may touch, wherever they start."""
+        return cdiv(self.sliding_window + self.step_tokens * self.batches - 1, self.block_size) + 1
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """What a request holds when its prompt is done; a chunk's own middle needs no pages."""

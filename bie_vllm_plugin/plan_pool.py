@@ -94,7 +94,7 @@ class PageSpec:
     @property
     def companion_pages(self) -> int:
         """Pages of a companion's R tokens and of the steps in flight; see `cache_spec.WindowSpec`."""
-        return -(-(self.window + self.step_tokens * self.batches) // self.tokens) + 1
+        return -(-(self.window + self.step_tokens * self.batches - 1) // self.tokens) + 1
 
     def pages(self, context: int, in_flight: int) -> int:
         """Pages that a sequence of `context` tokens holds, by vLLM's admission rule."""

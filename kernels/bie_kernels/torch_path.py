@@ -180,6 +180,15 @@ class _Softmax:
         self.peak[:, rows] = peak
 
 
+def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """weights [H, r, S] @ values [H, S, E], where 0 * NaN is 0: a key that a row does not see cannot hurt it."""
+    bad = ~values.isfinite()
+    if not bad.any():
+        return weights @ values
+    out = weights @ values.masked_fill(bad, 0.0)
+    return out.masked_fill((weights > 0).float() @ bad.float() > 0, torch.nan)
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -223,7 +232,7 @@ def attend(
         if not used.any():
             return
         values = v_wide[:, used]
-        softmax.add(masked(q_rows[:, rows] @ k_wide[:, used].transpose(1, 2), seen), lambda w: w @ values, rows)
+        softmax.add(masked(q_rows[:, rows] @ k_wide[:, used].transpose(1, 2), seen), partial(_weighted, values=values), rows)
 
     def pages(start: int, end: int) -> torch.Tensor:
         return body[step.body_pages[start // PAGE_TOKENS : -(-end // PAGE_TOKENS)]]
@@ -247,7 +256,8 @@ def attend(
                 seen = step.narrow_keys(start, end, first, last)
                 if seen.any():
                     rows = slice(first * group, last * group)
-                    softmax.add(masked(q_rows[:, rows] @ k4.transpose(1, 2), seen), lambda w, v4=v4: w @ v4, rows)
+                    logits = masked(q_rows[:, rows] @ k4.transpose(1, 2), seen)
+                    softmax.add(logits, partial(_weighted, values=v4), rows)
 
     out = softmax.out / softmax.total
     return out.view(heads, n, group, -1).permute(1, 0, 2, 3).reshape(n, heads_q, -1)
