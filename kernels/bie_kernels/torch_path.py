@@ -232,7 +232,8 @@ def attend(
         if not used.any():
             return
         values = v_wide[:, used]
-        softmax.add(masked(q_rows[:, rows] @ k_wide[:, used].transpose(1, 2), seen), partial(_weighted, values=values), rows)
+        logits = masked(q_rows[:, rows] @ k_wide[:, used].transpose(1, 2), seen)
+        softmax.add(logits, partial(_weighted, values=values), rows)
 
     def pages(start: int, end: int) -> torch.Tensor:
         return body[step.body_pages[start // PAGE_TOKENS : -(-end // PAGE_TOKENS)]]
