@@ -98,7 +98,7 @@ def _value_group(
         scale = gl.where(m_tokens, scale, 0.0).to(gl.float16)
     weight = gl.convert_layout(gl.permute(half * gl.expand_dims(scale, 0), [1, 0]), OPERAND_B, assert_trivial=True)
     codes = ring_v.index(stage).slice(1024 * g, 1024).load(CHUNKS)
-    return mma_v2(value_tile(codes), weight, acc * alpha)
+    return mma_v2(value_tile(codes, 64), weight, acc * alpha)
 
 
 @gluon.jit

@@ -32,6 +32,44 @@ V_TILE = gl.constexpr(
 )
 
 
+KEY_META = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0], [0, 0], [0, 0], [0, 0]], [], [], [4, 8]))
+MINIMA = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], [], [], [8, 64]
+    )
+)
+WINDOW_KEYS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [], [], [16, 32]
+    )
+)
+WINDOW_VALUES = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1], [0, 8], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [16, 16])
+)
+
+
+@gluon.constexpr_function
+def blocks_layout(rows):
+    """An accumulator [rows, 8] seen as [rows // 8, 8, 8]."""
+    registers = [[0, 0, 1]] + [[1 << i, 0, 0] for i in range((rows // 8).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        registers, [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [], [], [rows // 8, 8, 8]
+    )
+
+
+@gluon.constexpr_function
+def word_rows(words):
+    """Words of key codes [tokens and t, 2 words]: those of a thread in its registers."""
+    registers = [[0, 1 << i] for i in range((2 * words).bit_length() - 1)] + [[32, 0], [64, 0], [128, 0]]
+    return gl.DistributedLinearLayout(registers, [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]], [], [], [256, 2 * words])
+
+
+@gluon.constexpr_function
+def meta_chunks(columns):
+    """16 bytes a thread of a table with rows of `columns` halfwords."""
+    return gl.BlockedLayout([1, 8], [32 // (columns // 8), columns // 8], [1, 1], [1, 0])
+
+
 @gluon.constexpr_function
 def rows_layout(rows, columns):
     """[rows, columns] as in the fragments of A and of accumulators; lanes hold (g, t)."""
@@ -116,11 +154,54 @@ def key_tile(x, D: gl.constexpr, EXACT: gl.constexpr):
 
 
 @gluon.jit
-def value_tile(x):
-    """Value codes of a group (int16 [1024]) -> A operand [64, 64], everything in natural order."""
-    a, b, c, d = _unpack(gl.reshape(x, [4, 8, 4, 4, 2]), True)  # j, g, t, x, e
+def split_words(x, WORDS: gl.constexpr):
+    """Key codes (int16 [tokens and t, 2 WORDS]) -> WORDS words of 8 channels, [tokens, t, e] each."""
+    x = gl.permute(gl.reshape(x, [PAGE, 4, WORDS, 2]), [0, 1, 3, 2])
+    if WORDS == 1:
+        words = (gl.reshape(x, [PAGE, 4, 2]),)
+    elif WORDS == 2:
+        a, b = gl.split(x)
+        words = (a, b)
+    else:
+        even, odd = gl.split(gl.reshape(x, [PAGE, 4, 2, 2, 2]))
+        a, c = gl.split(even)
+        b, d = gl.split(odd)
+        words = (a, b, c, d)
+    return words
+
+
+@gluon.jit
+def key_operand(x):
+    """One word a token and thread (int16 [tokens, t, e]) -> A operand [64 tokens, 32 channels], MMA order."""
+    a, b, c, d = _unpack(x, True)
+    y = gl.join(gl.join(a, c), gl.join(b, d))  # token, t, e, i1, i0
+    y = gl.reshape(gl.permute(y, [0, 3, 4, 1, 2]), [PAGE, 32])
+    return gl.convert_layout(y, OPERAND_A, assert_trivial=True)
+
+
+@gluon.jit
+def query_operand(x):
+    """16-bit [256] in the order of fragments -> B operand [32 channels, 8 rows]."""
+    y = gl.permute(gl.reshape(x, [8, 4, 2, 2, 2]), [2, 3, 1, 4, 0])  # g, t, i1, i0, e
+    return gl.convert_layout(gl.reshape(y, [32, 8]), OPERAND_B, assert_trivial=True)
+
+
+@gluon.jit
+def transposed(x):
+    """16-bit [..., 8, 8], rows over lanes, pairs of columns a thread: the blocks transposed, in place."""
+    bits = gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x.to(gl.int16, bitcast=True)], dtype=gl.int16,
+        is_pure=True, pack=2,
+    )  # fmt: skip
+    return bits.to(x.dtype, bitcast=True)
+
+
+@gluon.jit
+def value_tile(x, CHANNELS: gl.constexpr):
+    """Value codes (int16 [16 CHANNELS]) -> A operand [CHANNELS, 64], everything in natural order."""
+    a, b, c, d = _unpack(gl.reshape(x, [CHANNELS // 16, 8, 4, 4, 2]), True)  # j, g, t, x, e
     y = gl.join(gl.join(a, c), gl.join(b, d))  # j, g, t, x, e, i1, i0
-    y = gl.reshape(gl.permute(y, [0, 6, 1, 3, 5, 2, 4]), [64, PAGE])  # j, i0, g; x, i1, t, e
+    y = gl.reshape(gl.permute(y, [0, 6, 1, 3, 5, 2, 4]), [CHANNELS, PAGE])  # j, i0, g; x, i1, t, e
     return gl.convert_layout(y, OPERAND_A, assert_trivial=True)
 
 
