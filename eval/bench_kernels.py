@@ -22,7 +22,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 
-from bie_kernels import decode, prefill, reference, store  # noqa: E402
+from bie_kernels import decode, decode_gluon, decode_keys, prefill, reference, store, tuning  # noqa: E402
 from bie_kernels.layout import PAGE_TOKENS, PageLayout  # noqa: E402
 
 SINK, RECENT, WINDOW_PAGE = 8, 128, 16
@@ -50,7 +50,22 @@ class Case:
 
 def uniform(batch: int, context: int, **options) -> Case:
     """`batch` requests of `context` tokens."""
-    return Case(f"decode {batch}x{context // 1024}k", (context,) * batch, **options)
+    rest = "".join(f" {key} {value}" for key, value in options.items())
+    return Case(f"decode {batch}x{context // 1024}k{rest}", (context,) * batch, **options)
+
+
+PATHS_HELP = "auto: the kernel a user gets; triton: the portable one; gluon; name+SETTING=n changes tuning.SETTING"
+PATHS = {"auto": None, "triton": False, "gluon": True, "rows": True}
+DEFAULTS = {key: value for key, value in vars(tuning).items() if key.isupper()}
+
+
+def choose(path: str) -> bool | None:
+    """`name[+SETTING=number...]` -> decode's `fast`, with the settings of `tuning` changed accordingly."""
+    name, *settings = path.split("+")
+    decode.decode_gluon = decode_gluon if name == "rows" else decode_keys
+    for key, value in (DEFAULTS | {k: int(v) for k, v in (x.split("=") for x in settings)}).items():
+        setattr(tuning, key, value)
+    return PATHS[name]
 
 
 def suites() -> dict[str, list[Case]]:
@@ -68,6 +83,10 @@ def suites() -> dict[str, list[Case]]:
         "heads": [
             dataclasses.replace(uniform(32, 32 * k), head_size=d, name=f"head size {d} 32x32k")
             for d in (64, 96, 128, 256)
+        ],
+        "tune": [
+            uniform(1, 8 * k), uniform(8, 32 * k), uniform(32, 32 * k), uniform(8, 32 * k, q_len=6),
+            uniform(8, 32 * k, q_len=4), *(uniform(32, 32 * k, head_size=d) for d in (96, 192, 256)),
         ],
         "axis": [
             dataclasses.replace(uniform(32, 32 * k), axis="head_dim", name="head_dim 32x32k"),
@@ -349,7 +368,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--suites", default="decode,short,ragged,verify,gqa,heads,axis,write,prefill")
-    parser.add_argument("--paths", default="auto,triton", help="auto: the kernel a user gets; triton: the portable one")
+    parser.add_argument("--paths", default="auto,triton", help=PATHS_HELP)
+    parser.add_argument("--cases", help="names of the suites' cases to run, comma-separated; all when left out")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--baseline", action="store_true", help="also time FlashAttention 3, if vLLM is importable")
     parser.add_argument("--samples", type=int, default=15)
@@ -375,6 +395,8 @@ def main() -> None:
             save()
             continue
         for case in suites()[suite]:
+            if args.cases and not any(case.name == name for name in args.cases.split(",")):
+                continue
             need = sum(-(-n // PAGE_TOKENS) for n in case.lengths)
             if args.gate_only:
                 need = 1
@@ -384,8 +406,12 @@ def main() -> None:
                 pools[case.layout] = Pool(case.layout, case.kv_heads, pages, dtype)
             timers: dict[str, tuple[float, Timer]] = {}
             for path in args.paths.split(","):
-                fast = {"auto": None, "triton": False, "gluon": True}[path]
-                error = gate(case, dtype, fast)
+                fast = choose(path)
+                try:
+                    error = gate(case, dtype, fast)
+                except ValueError as reason:  # a kernel that does not serve the case
+                    print(f"skipped {case.name} {path}: {reason}", flush=True)
+                    continue
                 if not error < 8e-3:
                     print(f"REFUSED {case.name} {path}: relative error {error}", flush=True)
                     continue
@@ -407,7 +433,7 @@ def main() -> None:
                     "rel_err": round(error, 6),
                 }  # fmt: skip
                 records.append(record)
-                print(f"{case.name:24s} {record['format']:18s} {record['us']:9.2f} us {record['gb_per_s']:5d} GB/s "
+                print(f"{case.name:24s} {record['format']:40s} {record['us']:9.2f} us {record['gb_per_s']:5d} GB/s "
                       f"{record['of_copy']:.3f} err {error:.1e}", flush=True)  # fmt: skip
         save()
 

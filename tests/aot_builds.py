@@ -129,7 +129,7 @@ def calls(layout: PageLayout, dtype: torch.dtype, group: int, q_len: int, fast: 
         ),
         "prefill": lambda: prefill.prefill(
             q, k, v, body, window, body_table, window_table, starts, lens, out, layout,
-            max_query_len=q_len, max_seq_len=1 << 16, **attention,
+            **attention,
         ),
     }  # fmt: skip
 

@@ -37,8 +37,7 @@ def check(
     prefill.prefill(
         q.to(DEVICE), b.k, b.v, body.to(DEVICE), window.to(DEVICE), b.body_table, b.window_table, b.query_start_loc,
         b.seq_lens, out, layout, scale=layout.head_size**-0.5, sink_tokens=b.sink_tokens,
-        recent_tokens=b.recent_tokens, retained=b.retained, soft_cap=soft_cap, max_query_len=max(b.q_lens),
-        max_seq_len=int(batch.seq_lens.max()),
+        recent_tokens=b.recent_tokens, retained=b.retained, soft_cap=soft_cap,
     )  # fmt: skip
     real = sum(n for _, n in lengths)
     want = batch.expected(q[:real], layout.head_size**-0.5, soft_cap)

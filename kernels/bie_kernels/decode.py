@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from bie_kernels import tuning
 from bie_kernels.checks import check_body, check_ints, check_numbers, check_rows, check_window, require
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.merge import merge
@@ -39,7 +40,7 @@ from bie_kernels.tiles import (
 from bie_kernels.tuning import decode_tile, interpreted, overlaps
 
 try:
-    from bie_kernels import decode_gluon
+    from bie_kernels import decode_keys as decode_gluon
 except (ImportError, AttributeError):  # a Triton without Gluon, or with another one
     decode_gluon = None  # type: ignore[assignment]
 
@@ -216,7 +217,7 @@ def _as_dtype(workspace: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _budget(requests: int, q_heads: int, kv_heads: int, q_len: int, device: torch.device) -> int:
     rows = q_heads // kv_heads * q_len
-    return item_budget(requests, kv_heads, triton.cdiv(rows, 16), device)
+    return item_budget(requests, kv_heads, triton.cdiv(rows, tuning.ROWS_PER_PROGRAM), device)
 
 
 def decode(
@@ -236,7 +237,6 @@ def decode(
     recent_tokens: int,
     retained: int,
     soft_cap: float = 0.0,
-    max_seq_len: int = 0,
     plan: torch.Tensor | None = None,
     fast: bool | None = None,
 ) -> None:
@@ -256,14 +256,12 @@ def decode(
         scale: softmax scale.
         sink_tokens, recent_tokens: the window in 16 bits; retained: see design, R.
         soft_cap: logits become cap * tanh(logits / cap) when positive.
-        max_seq_len: upper bound of the lengths; not needed, grids do not depend on it.
         plan: from `plan_for` with the same lengths; made here when None.
         fast: force (True) or forbid (False) the Gluon kernel; chosen when None.
 
     Raises:
         ValueError: a shape, stride, dtype or number that the kernels do not take.
     """
-    del max_seq_len
     heads, requests = body.shape[1], seq_lens.shape[0]
     _check_decode(q, body, window, body_table, window_table, seq_lens, out, layout, q_len)
     check_numbers(sink_tokens, recent_tokens, retained, layout)

@@ -50,7 +50,7 @@ from bie_kernels.gluon_tiles import (
 from bie_kernels.layout import PageLayout, window_page_tokens
 from bie_kernels.tiles import page_ranges as _page_ranges
 from bie_kernels.tiles import window_range as _window_range
-from bie_kernels.tuning import capability, interpreted, overlaps
+from bie_kernels.tuning import capability, gluon_tile, interpreted, overlaps
 
 HEAD_SIZES = (64, 96, 128, 192, 256)
 """Key and value head sizes of this kernel; others take the plain one."""
@@ -63,6 +63,9 @@ page_ranges = gluon.jit(_page_ranges.fn)
 window_range = gluon.jit(_window_range.fn)
 # Triton 3.9 renamed the copy.
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
+
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 # -- per-row numbers ----------------------------------------------------------
@@ -130,14 +133,15 @@ def _weights(p, N: gl.constexpr):
 # -- pages --------------------------------------------------------------------
 @gluon.jit
 def _issue_keys(p_page, ring_k, ring_km, stage, D: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr):
-    """Start the copy of a page's key codes and metadata; a head is PARTS parts of HALF channels, the last one padded."""
+    """Start the copy of a page's key codes and metadata: PARTS parts of HALF channels, the last one padded."""
     i = gl.arange(0, 16 * HALF, layout=CHUNKS)
     for part in gl.static_range(PARTS):
-        if D == HALF:
-            _copy(ring_k.index(stage), p_page + i)
+        column = part * (HALF // 4) + i % (HALF // 4)
+        p_codes = p_page + (i // (HALF // 4)) * (D // 4) + column
+        if D % HALF == 0:
+            _copy(ring_k.index(stage * PARTS + part), p_codes)
         else:
-            column = part * (HALF // 4) + i % (HALF // 4)
-            _copy(ring_k.index(stage * PARTS + part), p_page + (i // (HALF // 4)) * (D // 4) + column, column < D // 4)
+            _copy(ring_k.index(stage * PARTS + part), p_codes, column < D // 4)
     META: gl.constexpr = meta_chunks(HALF // 4)
     row = gl.expand_dims(gl.arange(0, 8 * PARTS, layout=gl.SliceLayout(1, META)), 1)
     channel = (row % (4 * PARTS)) * (HALF // 4) + gl.expand_dims(
@@ -203,6 +207,8 @@ def _scores(
         for word in gl.static_range(WORDS):
             if 128 * part + 8 * word < D:
                 if word % LOAD == 0:
+                    if T > 1 and word > 0:
+                        _barrier()
                     words = split_words(codes.slice(2 * word, 2 * LOAD, 1).load(word_rows(LOAD)), LOAD)
                 scale = _key_meta(ring_km, stage, 4 * part, word)
                 minimum = _key_meta(ring_km, stage, 4 * (PARTS + part), word)
@@ -223,7 +229,7 @@ def _scores(
 
 @gluon.jit
 def _add_values(
-    weights, alpha, acc, low, ring_v, ring_vs, ring_vm, stage, m_slots, m_minima,
+    weights, alpha, acc, low, ring_v, ring_vs, ring_vm, stage, tokens,
     D: gl.constexpr, T: gl.constexpr, VB: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """acc = acc * alpha + codes.(p * scale); acc is D // VB blocks of T tiles.
@@ -234,11 +240,13 @@ def _add_values(
     new_low = ()
     scaled = weights
     for block in gl.static_range(D // VB):
+        if T > 1 and block > 0:
+            _barrier()
         if (block * VB) % 64 == 0:
             scale = ring_vs.index(stage).slice(block * VB, 64).load(TOKEN_META)
             scale = scale.to(gl.float16, bitcast=True)
             if MASKED:  # unwritten values: 0 * NaN is NaN
-                scale = gl.where(m_slots, scale, 0.0).to(gl.float16)
+                scale = gl.where(_slot_token(gl.arange(0, 64, layout=TOKEN_META)) < tokens, scale, 0.0).to(gl.float16)
             scale = gl.expand_dims(slots_to_tokens(scale, gl.SliceLayout(1, OPERAND_B)), 1)
             scaled = ()
             for tile in gl.static_range(T):
@@ -248,7 +256,8 @@ def _add_values(
             new_acc = new_acc + (mma_v2(values, scaled[tile], _scaled(acc[block * T + tile], alpha[tile], VB)),)
     minima = ring_vm.index(stage).load(MINIMA).to(gl.float16, bitcast=True)
     if MASKED:
-        minima = gl.where(m_minima, minima, 0.0).to(gl.float16)
+        written = _slot_token(gl.arange(0, 64, layout=gl.SliceLayout(0, MINIMA))) < tokens
+        minima = gl.where(gl.expand_dims(written, 0), minima, 0.0).to(gl.float16)
     minima = gl.permute(gl.reshape(minima, [8, 4, 4, 2, 2]), [0, 2, 3, 1, 4])  # row, t, x, i1, e
     minima = gl.convert_layout(gl.reshape(minima, [8, PAGE]), rows_layout(8, PAGE), assert_trivial=True)
     for tile in gl.static_range(T):
@@ -258,17 +267,22 @@ def _add_values(
 
 @gluon.jit
 def _softmax_tiles(
-    scores, bias, ring_f, log_scale, masks, peak, T: gl.constexpr, N: gl.constexpr, MASKED: gl.constexpr,
+    scores, bias, ring_f, log_scale, q_pos, pos, bound, peak, T: gl.constexpr, N: gl.constexpr, MASKED: gl.constexpr,
     dtype: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """`_softmax` of every tile: (B operands, alphas, peaks)."""
+    """`_softmax` of every tile: (B operands, alphas, peaks).
+
+    A key counts for queries from position `bound` on (MASKED), or at a distance from 0 to below `bound` (WINDOW).
+    """
     weights = ()
     alphas = ()
     peaks = ()
     for tile in gl.static_range(T):
         mask = None
-        if MASKED:
-            mask = masks[tile]
+        if WINDOW:
+            mask = (gl.expand_dims(q_pos[tile], 0) - gl.expand_dims(pos, 1)).to(gl.uint32) < gl.expand_dims(bound, 1)
+        elif MASKED:
+            mask = gl.expand_dims(q_pos[tile], 0) >= gl.expand_dims(bound, 1)
         if WINDOW:
             factor = gl.full([8, 8], 1.0, gl.float32, _STATS) * log_scale
             shift = gl.full([8, 8], 0.0, gl.float32, _STATS)
@@ -358,6 +372,23 @@ def _window_values(p_rows, s_wt, m_key, channel: gl.constexpr):
 
 # -- kernel -------------------------------------------------------------------
 @gluon.jit
+def _positions(row_0, computed, G: gl.constexpr, T: gl.constexpr):
+    """Positions of the query rows, [8] a tile."""
+    q_pos = ()
+    for tile in gl.static_range(T):
+        q_pos = q_pos + (computed + (row_0 + 8 * tile + gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))) // G,)
+    return q_pos
+
+
+@gluon.jit
+def _item(p_plan, o_items, q_len: gl.constexpr):
+    """This program's item: (request, first unit, end unit, seq_len, computed). Read anew where registers are short."""
+    p_item = p_plan + o_items + 4 * gl.program_id(0)
+    seq_len = gl.load(p_item + 3)
+    return gl.load(p_item), gl.load(p_item + 1), gl.load(p_item + 2), seq_len, seq_len - q_len
+
+
+@gluon.jit
 def _decode_rows(
     row_0, p_q, p_body, p_window, p_body_table, p_window_table, p_plan, p_acc, p_peak, p_total,
     s_qt, s_qh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, o_items, scale, sink_tokens, recent_tokens, retained,
@@ -372,17 +403,11 @@ def _decode_rows(
     dtype: gl.constexpr = p_q.dtype.element_ty
     i_item = gl.program_id(0)
     i_h = gl.program_id(1)
-    p_item = p_plan + o_items + 4 * i_item
-    i_r = gl.load(p_item)
-    u_first = gl.load(p_item + 1)
-    u_last = gl.load(p_item + 2)
-    seq_len = gl.load(p_item + 3)
-    computed = seq_len - q_len
+    i_r, u_first, u_last, seq_len, computed = _item(p_plan, o_items, q_len)
     sink_end, body_end, pages, window_sinks, window_start, window_pages = page_ranges(
         computed, seq_len, sink_tokens, recent_tokens, WINDOW_PAGE
     )
     p_table = p_body_table + i_r * s_btr
-    p_window_row = p_window_table + i_r * s_wtr
     p_head = p_body + i_h * s_bh  # int16 elements, as the strides
     log_scale = scale * _LOG2E
 
@@ -436,11 +461,11 @@ def _decode_rows(
                 _issue_keys(p_next, ring_k, ring_km, stage, D, HALF, PARTS)
             async_copy.commit_group()
             weights, alpha, peak = _softmax_tiles(
-                scores, bias, ring_f, log_scale, (), peak, T, PAGE, False, gl.float16, False
+                scores, bias, ring_f, log_scale, (), None, None, peak, T, PAGE, False, gl.float16, False
             )
             async_copy.wait_group(2 * STAGES - 1)
             acc, low = _add_values(
-                weights, alpha, acc, low, ring_v, ring_vs, ring_vm, stage, None, None, D, T, VB, False
+                weights, alpha, acc, low, ring_v, ring_vs, ring_vm, stage, PAGE, D, T, VB, False
             )
             if page + STAGES < last:
                 _issue_values(p_next, ring_v, ring_vs, ring_vm, stage, D, VB)
@@ -450,10 +475,15 @@ def _decode_rows(
         async_copy.wait_group(0)
 
     # 2. INT4 for some queries or positions.
+    i_r, u_first, u_last, seq_len, computed = _item(p_plan, o_items, q_len)
+    sink_end, body_end, pages, window_sinks, window_start, window_pages = page_ranges(
+        computed, seq_len, sink_tokens, recent_tokens, WINDOW_PAGE
+    )
+    body = body_end - sink_end
     edges = pages - body
-    q_pos = ()
-    for tile in gl.static_range(T):
-        q_pos = q_pos + (computed + (row_0 + 8 * tile + gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))) // G,)
+    p_table = p_body_table + i_r * s_btr
+    p_window_row = p_window_table + i_r * s_wtr
+    q_pos = _positions(row_0, computed, G, T)
     for u in range(gl.maximum(u_first, body) - body, gl.minimum(u_last - body, edges)):
         page = gl.where(u < sink_end, u, u + body)
         pos = page * PAGE + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
@@ -465,27 +495,27 @@ def _decode_rows(
             _issue_keys(p_head + block * s_bb, ring_k, ring_km, 0, D, HALF, PARTS)
             _issue_values(p_head + block * s_bb, ring_v, ring_vs, ring_vm, 0, D, VB)
             async_copy.commit_group()
-            # The least distance at which a token is read in INT4. Padded rows compute nonsense for themselves.
-            least = gl.where(held, gl.where(pos < sink_tokens, _NEVER, recent_tokens), 0)
-            masks = ()
-            for tile in gl.static_range(T):
-                masks = masks + (gl.expand_dims(q_pos[tile], 0) - gl.expand_dims(pos, 1) >= gl.expand_dims(least, 1),)
-            m_slots = page * PAGE + _slot_token(gl.arange(0, 64, layout=TOKEN_META)) < seq_len
-            m_minima = page * PAGE + _slot_token(gl.arange(0, 64, layout=gl.SliceLayout(0, MINIMA))) < seq_len
-            m_minima = gl.expand_dims(m_minima, 0).broadcast_to([8, 64])
+            # The first query that reads a token in INT4. Padded rows compute nonsense for themselves.
+            least = pos + gl.where(held, gl.where(pos < sink_tokens, _NEVER, recent_tokens), 0)
             async_copy.wait_group(0)
             scores, bias = _scores(ring_q, ring_k, ring_km, 0, D, HALF, PARTS, T, LOAD)
             weights, alpha, peak = _softmax_tiles(
-                scores, bias, ring_f, log_scale, masks, peak, T, PAGE, True, gl.float16, False
+                scores, bias, ring_f, log_scale, q_pos, None, least, peak, T, PAGE, True, gl.float16, False
             )
             acc, low = _add_values(
-                weights, alpha, acc, low, ring_v, ring_vs, ring_vm, 0, m_slots, m_minima, D, T, VB, True
+                weights, alpha, acc, low, ring_v, ring_vs, ring_vm, 0, seq_len - page * PAGE, D, T, VB, True
             )
 
     # 3. The 16-bit window, one window page a step, queries in their own dtype.
+    i_r, u_first, u_last, seq_len, computed = _item(p_plan, o_items, q_len)
+    sink_end, body_end, pages, window_sinks, window_start, window_pages = page_ranges(
+        computed, seq_len, sink_tokens, recent_tokens, WINDOW_PAGE
+    )
+    p_window_row = p_window_table + i_r * s_wtr
     w_first, w_last = window_range(u_first, u_last, pages, window_sinks + window_pages - window_start)
     if w_first < w_last:
         _store_queries(ring_q, ring_f, p_q, row_0, i_r, i_h, s_qt, s_qh, log_scale, q_len, G, D, HALF, PARTS, T, True)
+        q_pos = _positions(row_0, computed, G, T)
         w_row = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, rows_layout(8, 16))), 1)
         w_ones = gl.where(w_row == 4, 1.0, 0.0).to(dtype).broadcast_to([8, 16])
         following = gl.load(p_window_row + _window_page(w_first, window_sinks, window_start)).to(gl.int64)
@@ -501,19 +531,15 @@ def _decode_rows(
                 keys = ()
                 for chunk in gl.static_range(D // 32):
                     keys = keys + (_window_keys(p_rows, s_wt, m_key, chunk),)
-                # 0 <= distance < bound, in one unsigned comparison.
                 bound = gl.where(m_key, gl.where(pos < sink_tokens, _NEVER, recent_tokens), 0).to(gl.uint32)
                 scores = ()
-                masks = ()
                 for tile in gl.static_range(T):
                     s = gl.full([16, 8], 0.0, gl.float32, MMA)
                     for chunk in gl.static_range(D // 32):
                         s = mma_v2(keys[chunk], _query(ring_q, tile, chunk, dtype), s)
-                    distance = (gl.expand_dims(q_pos[tile], 0) - gl.expand_dims(pos, 1)).to(gl.uint32)
                     scores = scores + (s,)
-                    masks = masks + (distance < gl.expand_dims(bound, 1),)
                 weights, alpha, peak = _softmax_tiles(
-                    scores, (), ring_f, log_scale, masks, peak, T, 16, True, dtype, True
+                    scores, (), ring_f, log_scale, q_pos, pos, bound, peak, T, 16, True, dtype, True
                 )
                 new_acc = ()
                 new_low = ()
@@ -530,18 +556,23 @@ def _decode_rows(
                 low = new_low
 
     for tile in gl.static_range(T):
+        minima = ()
+        for group in gl.static_range(GROUPS):
+            minimum = gl.convert_layout(_sum_row(low[tile], group), gl.SliceLayout(0, MMA))
+            minima = minima + (gl.expand_dims(minimum, 0),)
+        top = gl.max(peak[tile], 0)
+        total = _sum_row(low[tile], 4)
+        i_s = row_0 + 8 * tile + gl.arange(0, 8, layout=gl.SliceLayout(0, _STATS))
+        at_s = (i_item.to(gl.int64) * H + i_h) * ROWS + i_s
+        gl.store(p_peak + at_s, top, mask=i_s < ROWS)
+        gl.store(p_total + at_s, total, mask=i_s < ROWS)
         i_p = row_0 + 8 * tile + gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))
         at = (i_item.to(gl.int64) * H + i_h) * ROWS + i_p
         m_part = gl.expand_dims(i_p < ROWS, 0).broadcast_to([VB, 8])
         for block in gl.static_range(D // VB):
             i_e = block * VB + gl.arange(0, VB, layout=gl.SliceLayout(1, MMA))
-            minimum = gl.convert_layout(_sum_row(low[tile], block * VB // 64), gl.SliceLayout(0, MMA))
-            x = acc[block * T + tile] + gl.expand_dims(minimum, 0)
+            x = acc[block * T + tile] + minima[block * VB // 64]
             gl.store(p_acc + gl.expand_dims(at, 0) * D + gl.expand_dims(i_e, 1), x, mask=m_part)
-        i_s = row_0 + 8 * tile + gl.arange(0, 8, layout=gl.SliceLayout(0, _STATS))
-        at_s = (i_item.to(gl.int64) * H + i_h) * ROWS + i_s
-        gl.store(p_peak + at_s, gl.max(peak[tile], 0), mask=i_s < ROWS)
-        gl.store(p_total + at_s, _sum_row(low[tile], 4), mask=i_s < ROWS)
 
 
 @gluon.jit
@@ -611,16 +642,13 @@ def launch(
     """As `decode._launch`; shapes are checked by `decode.decode`."""
     del soft_cap
     budget, heads, rows, _ = acc.shape
-    tiles, most = triton.cdiv(rows, 8), 3 if layout.head_size <= 128 else 2
-    programs = triton.cdiv(tiles, most)
-    tile = triton.cdiv(tiles, programs)
-    stages = 2 if layout.head_size <= 128 else 1
-    decode_keys_kernel[(budget, heads, programs)](
+    tile = gluon_tile(rows, layout.head_size)
+    decode_keys_kernel[(budget, heads, tile.programs)](
         q, body.view(torch.int16), window, body_table, window_table, plan, acc, peak, total,
         q.stride(0), q.stride(1), body.stride(0) // 2, body.stride(1) // 2,
         window.stride(0), window.stride(1), window.stride(2), body_table.stride(0), window_table.stride(0),
         plan.shape[0] - 4 * budget, scale, sink_tokens, recent_tokens, retained,
-        q_len=q_len, H=heads, G=rows // q_len, D=layout.head_size, T=tile, LAST=tiles - tile * (programs - 1),
-        WINDOW_PAGE=window_page_tokens(q.element_size()), STAGES=stages, LOAD=2, VB=32, PDL=overlaps(q.device),
+        q_len=q_len, H=heads, G=rows // q_len, D=layout.head_size, T=tile.tiles, LAST=tile.last,
+        WINDOW_PAGE=window_page_tokens(q.element_size()), STAGES=tile.stages, LOAD=2, VB=32, PDL=overlaps(q.device),
         num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip

@@ -13,10 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
+from bie_kernels import tuning
 from bie_kernels.checks import check_ints, require
 from bie_kernels.layout import WINDOW_PAGE_TOKENS
 from bie_kernels.tiles import WINDOW_WEIGHT, page_ranges
-from bie_kernels.tuning import PROGRAMS_PER_SM, multiprocessors
+from bie_kernels.tuning import multiprocessors
 
 MIN_UNITS = 2
 """Pages below which a split costs more in the merge than it saves."""
@@ -27,7 +28,7 @@ _SEARCH_STEPS = tl.constexpr(22)
 
 def item_budget(requests: int, kv_heads: int, row_tiles: int, device: torch.device) -> int:
     """Items of a launch: one wave of programs, or room for each request and some long ones."""
-    wave = PROGRAMS_PER_SM * multiprocessors(device) // max(1, kv_heads * row_tiles)
+    wave = tuning.PROGRAMS_PER_SM * multiprocessors(device) // max(1, kv_heads * row_tiles)
     return max(wave, requests + requests // 4, 1)
 
 

@@ -189,8 +189,6 @@ def prefill(
     recent_tokens: int,
     retained: int,
     soft_cap: float = 0.0,
-    max_query_len: int = 0,
-    max_seq_len: int = 0,
 ) -> None:
     """Attention of a mixed batch by the position rule; store and seal of the step come first.
 
@@ -203,12 +201,10 @@ def prefill(
         scale: softmax scale.
         sink_tokens, recent_tokens: the window in 16 bits; retained: see design, R.
         soft_cap: logits become cap * tanh(logits / cap) when positive.
-        max_query_len, max_seq_len: upper bounds; not needed, the grid follows from T and R.
 
     Raises:
         ValueError: a shape, stride, dtype or number that the kernel does not take.
     """
-    del max_query_len, max_seq_len
     heads, requests = body.shape[1], seq_lens.shape[0]
     check_body(body, layout)
     check_rows("q", q, None, layout.head_size)

@@ -18,6 +18,15 @@ from bie_kernels.layout import PageLayout
 PROGRAMS_PER_SM = 8
 """Decode programs per multiprocessor, one wave: more splits cost more than they balance."""
 
+ROWS_PER_PROGRAM = 24
+"""Query rows that one decode program serves; more rows of a KV head share the wave."""
+
+MAX_TILES, WIDE_MAX_TILES = 3, 2
+"""Tiles of 8 rows of a Gluon decode program: what the registers hold, up to 128 channels and beyond."""
+
+STAGES, WIDE_STAGES = 2, 1
+"""Pages in the Gluon decode kernel's ring, likewise: about 19 KiB."""
+
 SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 """KiB that one program may use, by compute capability."""
 
@@ -68,6 +77,25 @@ def decode_tile(rows: int) -> DecodeTile:
         tile = 32
     # One warp needs no barriers; wide heads spill a little with it, which costs less than they would.
     return DecodeTile(tile, 1 if tile <= 16 else 2, 2)
+
+
+@dataclass(frozen=True)
+class GluonTile:
+    """How the Gluon decode kernel cuts rows: programs, tiles of 8 rows of each and of the last, pages in the ring."""
+
+    programs: int
+    tiles: int
+    last: int
+    stages: int
+
+
+def gluon_tile(rows: int, head_size: int) -> GluonTile:
+    """Tile of the Gluon decode kernel, rows spread evenly over the fewest programs."""
+    most, stages = (MAX_TILES, STAGES) if head_size <= 128 else (WIDE_MAX_TILES, WIDE_STAGES)
+    total = -(-rows // 8)
+    programs = -(-total // most)
+    tiles = -(-total // programs)
+    return GluonTile(programs, tiles, total - tiles * (programs - 1), stages)
 
 
 @dataclass(frozen=True)
