@@ -198,7 +198,7 @@ def test_refusals() -> None:
 # -- on a card: the fast kernel against the oracle and its plain twin -----------
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, 96, 128, 192, 256])
 def test_fast_lengths(size: int, dtype: torch.dtype) -> None:
     lengths = [1, 63, 64, 65, 127, 129, 131, 136, 137, 200, 330, 777]
     check(lengths, PageLayout(size), dtype=dtype, pad_requests=2, fast=True)
