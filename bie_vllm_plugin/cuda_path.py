@@ -14,7 +14,7 @@ import torch
 
 from bie_kernels import decode, flash_plan, prefill, prefill_flash, store
 from bie_kernels.flash_plan import FlashPlan
-from bie_kernels.layout import PAGE_TOKENS, PageLayout
+from bie_kernels.layout import PAGE_TOKENS, SLICE_ROWS, PageLayout
 from bie_kernels.torch_path import Rule
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def flash_limits(
     limit = max(vllm_config.model_config.max_model_len, tokens + rule.recent_tokens) + PAGE_TOKENS
     row_bytes = max(layer.num_kv_heads * 2 * layer.head_size * itemsize for layer in layers)
     return FlashLimits(
-        flash, flash_plan.slice_tokens_of(row_bytes, limit, rule.recent_tokens), min(flash_plan.MAX_ROWS, tokens),
+        flash, flash_plan.slice_tokens_of(row_bytes, limit, rule.recent_tokens), min(SLICE_ROWS, tokens),
         rule.recent_tokens, max(layer.num_heads // layer.num_kv_heads for layer in layers), drafts,
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from kernel_cases import make_batch, relative_error  # noqa: E402
 
 from bie_kernels import flash_plan, prefill, prefill_flash  # noqa: E402
-from bie_kernels.layout import PageLayout  # noqa: E402
+from bie_kernels.layout import SLICE_ROWS, PageLayout  # noqa: E402
 from bie_vllm_plugin import vllm_compat  # noqa: E402
 
 HEADS, GROUP, SIZE = 8, 4, 128
@@ -60,7 +60,7 @@ class Step:
         self.plan = flash_plan.plan_flash(starts, ends, recent_tokens=RECENT, slice_tokens=tokens)
         self.plan.to(torch.device(DEVICE))
         size = flash_plan.workspace_bytes(
-            tokens, flash_plan.MAX_ROWS, HEADS * GROUP, HEADS, pool.layout, pool.dtype.itemsize
+            tokens, SLICE_ROWS, HEADS * GROUP, HEADS, pool.layout, pool.dtype.itemsize
         )
         self.workspace = torch.empty(size, dtype=torch.uint8, device=DEVICE)
         self.numbers = dict(scale=SIZE**-0.5, sink_tokens=SINK, recent_tokens=RECENT, retained=RECENT + 63)
@@ -154,7 +154,7 @@ def main() -> None:
                       "q_len": step.lengths[0][1], "format": name if name == "fa3_bf16" else f"int4_asym/{name}",
                       "us": round(timer.us, 1), "tflops": round(flops / timer.us / 1e6, 1)}  # fmt: skip
             records.append(record)
-            print(f"{case:18s} {record['format']:18s} {record['us']:9.1f} us {record['tflops']:6.1f} TFLOP/s", flush=True)
+            print(f"{case:18s} {record['format']:18s} {record['us']:9.1f} us {record['tflops']:6.1f}", flush=True)
         if args.out:
             args.out.write_text(json.dumps(header | {"records": records}, indent=1) + "\n")
 

@@ -12,13 +12,7 @@ from itertools import accumulate
 
 import torch
 
-from bie_kernels.layout import PAGE_TOKENS, PageLayout
-
-MAX_ROWS = 4096
-"""Query tokens of one call; bounds the partial results."""
-
-SLICE_BYTES = 64 << 20
-"""Largest dequantised slice, keys and values together."""
+from bie_kernels.layout import PAGE_TOKENS, SLICE_BYTES, SLICE_ROWS, PageLayout
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,7 @@ def _items(request: int, start: int, end: int, row: int) -> list[int]:
 
 
 def plan_flash(
-    starts: Sequence[int], seq_lens: Sequence[int], *, recent_tokens: int, slice_tokens: int, max_rows: int = MAX_ROWS
+    starts: Sequence[int], seq_lens: Sequence[int], *, recent_tokens: int, slice_tokens: int, max_rows: int = SLICE_ROWS
 ) -> FlashPlan:
     """Cut the prefill rows of a step into calls.
 

@@ -3,7 +3,7 @@
 
 The keys of a query at p fall into the band p - j < recent and its complement j <= p - recent.
 The complement of a chunk [c0, c1) is itself a causal attention, over the first c1 - recent
-keys and aligned bottom-right. Hence, per segment of at most `flash_plan.MAX_ROWS` rows:
+keys and aligned bottom-right. Hence, per segment of at most `layout.SLICE_ROWS` rows:
 
     band        flash attention with a window, on a 16-bit copy of the band's keys
     complement  flash attention on slices of the dequantised body, sinks in 16 bits
