@@ -139,6 +139,8 @@ class Int4AsymImpl(AttentionImpl[Int4AsymMetadata]):
             self.vllm_config, layers, self.rule, dtype.itemsize, drafts, vllm_compat.flash_attention()
         )
         size = cuda_path.workspace_bytes(self.vllm_config, layers, 1 + drafts, limits, dtype.itemsize)
+        # What loading the weights left in the allocator's cache would lie beside the pool until graphs are captured.
+        torch.cuda.empty_cache()
         workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
         for layer in layers:
             layer.impl.workspace, layer.impl.flash_limits = workspace, limits

@@ -153,6 +153,7 @@ def measure(model: str, profile: dict[str, Any], pool: int, device: int) -> dict
     )  # fmt: skip
     ready = time.monotonic()
     at_start, reserved_at_start = memory.now(), torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(3, SHAPE["vocab_size"], (CONTEXT - DECODED - 1,), generator=generator).tolist()
 
@@ -176,6 +177,7 @@ def measure(model: str, profile: dict[str, Any], pool: int, device: int) -> dict
         "at_start_bytes": at_start,
         "at_end_bytes": end,
         "growth_bytes": max(memory.peak(ready), end) - at_start,
+        "torch_reserved_at_start_bytes": reserved_at_start,
         "torch_reserved_growth_bytes": torch.cuda.max_memory_reserved() - reserved_at_start,
         "weights_and_buffers_bytes": torch.cuda.memory_allocated() - pool,
         "num_gpu_blocks": cache.num_gpu_blocks,
@@ -219,6 +221,7 @@ def main() -> int:
             print(json.dumps(result, indent=2))
             return 0 if plan.chosen.fits else 1
         os.environ["CUDA_VISIBLE_DEVICES"] = str(args.device)  # before torch looks; vLLM takes the first it sees
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as bie-serve does for it
         import torch
 
         if not torch.cuda.is_available():

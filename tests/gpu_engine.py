@@ -97,10 +97,12 @@ def main(wanted: list[str]) -> int:
     everything = checks()
     names = [n for n in everything if not wanted or any(w in n for w in wanted)]
     start = time.time()
+    results = []
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda n: guarded(everything[n], n), names))
-    for result in results:
-        print(json.dumps(result))
+        futures = [pool.submit(guarded, everything[n], n) for n in names]
+        for future in concurrent.futures.as_completed(futures):
+            results.append(future.result())
+            print(json.dumps(results[-1] | {"seconds": round(time.time() - start)}), flush=True)
     passed = sum(r["ok"] for r in results)
     print(f"{passed} passed, {len(results) - passed} failed in {time.time() - start:.0f} s")
     return int(passed < len(results))

@@ -228,6 +228,35 @@ def test_plan_covers_every_pair_once(seed: int) -> None:
         assert torch.equal(counts, (torch.arange(computed + n)[None, :] <= q_pos).int())
 
 
+def test_nan_stays_in_its_request() -> None:
+    """A request whose keys and values turned NaN shares a call with others, and spoils none of them."""
+    layout, lengths = PageLayout(64), [(0, 150), (100, 90), (0, 70)]
+    batch = make_batch(lengths, layout, heads=1)
+    clean = batch.to(DEVICE)
+    q = torch.randn(sum(n for _, n in lengths), 2, 64, generator=torch.Generator().manual_seed(1)).half().to(DEVICE)
+    outs = []
+    for poisoned in (False, True):
+        if poisoned:
+            batch.keys[1][100:] = batch.values[1][100:] = math.nan
+        body, window = batch.after()
+        k, v = clean.k.clone(), clean.v.clone()
+        if poisoned:
+            k[150:240] = v[150:240] = math.nan
+        plan = flash_plan.plan_flash(
+            batch.query_start_loc.tolist(), batch.seq_lens.tolist(), recent_tokens=128, slice_tokens=1024
+        ).to(torch.device(DEVICE))
+        outs.append(torch.empty_like(q))
+        prefill_flash.prefill(
+            q, k, v, body.to(DEVICE), window.to(DEVICE), clean.body_table, clean.window_table, clean.query_start_loc,
+            clean.seq_lens, outs[-1], torch.zeros(1 << 22, dtype=torch.uint8, device=DEVICE), layout, plan,
+            flash_of(DEVICE), scale=0.125, sink_tokens=8, recent_tokens=128, retained=batch.retained,
+        )  # fmt: skip
+    others = torch.ones(q.shape[0], dtype=torch.bool)
+    others[150:240] = False
+    assert torch.equal(outs[0][others], outs[1][others])
+    assert outs[1][150:240].isnan().any()
+
+
 def test_rejects_what_it_does_not_take() -> None:
     with pytest.raises(ValueError, match="one head size"):
         check([(0, 64)], PageLayout(64, 80))

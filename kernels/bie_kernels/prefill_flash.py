@@ -120,10 +120,9 @@ def gather_kernel(
     to = (row + pos - first).to(tl.int64) * H + i_h
     p_key = p_keys + to[:, None] * D + i_d[None, :]
     p_value = p_values + to[:, None] * E + i_e[None, :]
-    if BAND:
-        m_raw = m & (pos >= computed)
-    else:
-        m_raw = m & (pos < 0)
+    m_raw = m & (pos >= computed)  # rows of this step
+    if BAND == 0:
+        m_raw = m_raw & (pos < sink_tokens)
     m_16 = m_raw
     if BAND or first < sink_tokens:
         entry = tl.load(
