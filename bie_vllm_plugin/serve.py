@@ -44,9 +44,6 @@ WEIGHT_FLAGS = {"fp8": "fp8", "bitsandbytes": "int4"}
 AUTO = ("auto", -1)
 """Values of --max-model-len that leave it to vLLM."""
 
-SMALL_CARDS = ("8gb", "12gb", "16gb", "24gb")
-"""Profiles of one card, where every MiB counts."""
-
 CPU_SHARE = 0.9
 """Share of the free memory that a server on a CPU may take."""
 
@@ -281,21 +278,6 @@ def prepare(argv: list[str], device: Device) -> tuple[Settings, list[str], str]:
     return settings, notes, refusal.replace("--context ", "--max-model-len ")
 
 
-def environment(settings: Settings) -> dict[str, str]:
-    """The server's environment: on a single small card, PyTorch's allocator is told to waste less.
-
-    With growing segments a step's activations need no rounded-up segments of their own (measured by
-    `eval/fit_8gb.py`). Left alone: a user's own choice, several GPUs and sleep mode, which share memory
-    between processes or map it themselves.
-    """
-    result = dict(os.environ)
-    chosen = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(result)
-    alone = int(settings.merged.get("tensor_parallel_size") or 1) == 1 and "--enable-sleep-mode" not in settings.rest
-    if settings.profile in SMALL_CARDS and alone and not chosen:
-        result["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    return result
-
-
 def main(argv: Sequence[str] | None = None, device: Device | None = None) -> int:
     """Entry point; returns the exit status: 0 stopped on request, 2 bad input, 3 does not fit, else vLLM's."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -320,7 +302,7 @@ def main(argv: Sequence[str] | None = None, device: Device | None = None) -> int
         return EXIT_ERROR
     from bie_vllm_plugin.serve_run import run_server
 
-    return run_server(command(settings), environment(settings))
+    return run_server(command(settings), dict(os.environ))
 
 
 if __name__ == "__main__":

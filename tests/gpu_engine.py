@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import os
 import sys
 import tempfile
 import time
@@ -19,6 +20,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine import generate, llm, logprob_differences, run_engines, tiny_llama, tokens
+
+JOBS = int(os.environ.get("BIE_GPU_JOBS", "4"))
+"""Checks side by side, two engines each; an engine wants a core."""
 
 FACTS = {"do": "facts"}
 FOLDER = Path(tempfile.gettempdir()) / "bie-gpu-models"
@@ -98,7 +102,7 @@ def main(wanted: list[str]) -> int:
     names = [n for n in everything if not wanted or any(w in n for w in wanted)]
     start = time.time()
     results = []
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    with concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
         futures = [pool.submit(guarded, everything[n], n) for n in names]
         for future in concurrent.futures.as_completed(futures):
             results.append(future.result())

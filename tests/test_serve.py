@@ -483,19 +483,3 @@ def test_ctrl_c_while_starting(smollm2: str, tmp_path: Path) -> None:
     assert running.process.wait(60) == 130
     _, alive = psutil.wait_procs(family, timeout=1)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-
-def test_a_small_card_gets_growing_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nobody else: several GPUs, sleep mode and a user's own choice keep theirs."""
-    from bie_vllm_plugin.serve import environment
-    from bie_vllm_plugin.serve_args import read
-
-    name, wanted = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
-    monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    value = lambda *argv: environment(read(["model", *argv], "8gb")).get(name)
-    assert value() == value("--profile", "24gb") == wanted
-    assert value("--profile", "server") is None
-    assert value("--tensor-parallel-size", "2") is None and value("--enable-sleep-mode") is None
-    monkeypatch.setenv(name, "max_split_size_mb:64")
-    assert value() == "max_split_size_mb:64"
