@@ -21,6 +21,8 @@ from bie_vllm_plugin.window_layer import WindowLayer
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from bie_vllm_plugin.cuda_path import FlashLimits
+
 logger = init_logger("vllm.bie_vllm_plugin")
 
 _WARM: set[tuple] = set()
@@ -114,6 +116,7 @@ class Int4AsymImpl(AttentionImpl[Int4AsymMetadata]):
         self.settings = Int4AsymConfig.from_vllm(self.vllm_config)
         self.rule = rule_of(self.vllm_config)
         self.workspace: torch.Tensor | None = None  # GPUs: one for all layers of the worker
+        self.flash_limits: FlashLimits | None = None  # GPUs with vLLM's flash attention
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Once a worker: attach the window companions, reserve the workspace, say what runs."""
@@ -131,10 +134,16 @@ class Int4AsymImpl(AttentionImpl[Int4AsymMetadata]):
         if dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"--dtype {dtype} is not supported by int4_asym on GPUs; use bfloat16 or float16.")
         layers = [self.vllm_config.compilation_config.static_forward_context[name] for name in names]
-        size = cuda_path.workspace_bytes(self.vllm_config, layers, 1 + lookahead_tokens(self.vllm_config))
+        drafts = lookahead_tokens(self.vllm_config)
+        limits = cuda_path.flash_limits(
+            self.vllm_config, layers, self.rule, dtype.itemsize, drafts, vllm_compat.flash_attention()
+        )
+        size = cuda_path.workspace_bytes(self.vllm_config, layers, 1 + drafts, limits, dtype.itemsize)
+        # What loading the weights left in the allocator's cache would lie beside the pool until graphs are captured.
+        torch.cuda.empty_cache()
         workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
         for layer in layers:
-            layer.impl.workspace = workspace
+            layer.impl.workspace, layer.impl.flash_limits = workspace, limits
 
     def caches_bound(self, layer: Any, window: torch.Tensor) -> None:
         """Both caches exist: on GPUs compile the kernels now and not during the first request.
@@ -155,8 +164,8 @@ class Int4AsymImpl(AttentionImpl[Int4AsymMetadata]):
         _WARM.add(key)
         cuda_path.warm_up(
             layer, window, self.settings.page_layout(layer.head_size, layer.head_size_v), self.rule, self.workspace,
-            soft_cap=self.soft_cap, requests=scheduler.max_num_seqs, q_lens=tuple({1, min(1 + drafts, 16)}),
-            tokens=scheduler.max_num_batched_tokens, dtype=window.dtype,
+            limits=self.flash_limits, soft_cap=self.soft_cap, requests=scheduler.max_num_seqs,
+            q_lens=tuple({1, min(1 + drafts, 16)}), tokens=scheduler.max_num_batched_tokens, dtype=window.dtype,
         )  # fmt: skip
 
     def forward(
@@ -194,7 +203,7 @@ class Int4AsymImpl(AttentionImpl[Int4AsymMetadata]):
 
             cuda_path.forward(
                 query, key, value, body, window, attn_metadata, window_meta, layout, self.rule, self.workspace, output,
-                scale=self.scale, soft_cap=self.soft_cap,
+                self.flash_limits, scale=self.scale, soft_cap=self.soft_cap,
             )  # fmt: skip
         return output
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bie_kernels import decode, prefill, store
-from bie_kernels.layout import PAGE_TOKENS, PageLayout
+from bie_kernels import decode, flash_plan, prefill, prefill_flash, store
+from bie_kernels.flash_plan import FlashPlan
+from bie_kernels.layout import PAGE_TOKENS, SLICE_ROWS, PageLayout
 from bie_kernels.torch_path import Rule
 
 if TYPE_CHECKING:
@@ -23,30 +24,76 @@ MAX_VERIFY_TOKENS = 16
 """Query tokens per request that the decode kernel takes; longer drafts are prefilled."""
 
 
+FLASH_ROWS = 128
+"""Fewer query rows (tokens x GQA) than this are not worth a copy of the body: the fused kernel takes them."""
+
+
+@dataclass(frozen=True)
+class FlashLimits:
+    """How flash attention's calls are cut; see `flash_plan`."""
+
+    flash: prefill_flash.Flash
+    slice_tokens: int
+    rows: int
+    recent_tokens: int
+    group: int
+    drafts: int
+
+
 @dataclass(frozen=True)
 class Split:
-    """Decode rows first, then prefill rows.
+    """Decode rows first, then rows of the fused prefill kernel, then those of flash attention.
 
     Attributes:
         decodes: requests of the decode part, `q_len` rows each.
-        starts: int32 [prefills + 1], row offsets of the prefill part from its first row.
+        starts: int32 [requests + 1], row offsets of the fused part from its first row.
+        flash_first: first request of the flash part; flash_row: its first row.
+        flash_starts: int32 [requests + 1], row offsets of the flash part from its first row.
+        plan: what flash attention does, on the device.
     """
 
     decodes: int
     q_len: int
     starts: torch.Tensor | None
+    flash_first: int = 0
+    flash_row: int = 0
+    flash_starts: torch.Tensor | None = None
+    plan: FlashPlan | None = None
 
     @property
     def decode_rows(self) -> int:
         return self.decodes * self.q_len
 
 
-def split_batch(common: Any, threshold: int) -> Split:
+def _flash_part(common: Any, decodes: int, limits: FlashLimits) -> tuple[int, list[int], list[int]] | None:
+    """(first request, row offsets, lengths) of the trailing requests that flash attention takes.
+
+    Their lengths on the host must be exact. They are for prefill rows; rows with drafts of a
+    step still in flight are upper bounds, and those have at most 1 + drafts tokens.
+    """
+    lens = getattr(common, "seq_lens_cpu_upper_bound", None)
+    if lens is None:
+        return None
+    starts, seq_lens = common.query_start_loc_cpu.tolist(), lens.tolist()
+    prefilling = getattr(common, "is_prefilling", None)
+    first = requests = common.num_reqs
+    while first > decodes:
+        rows = starts[first] - starts[first - 1]
+        if rows <= 1 + limits.drafts and (prefilling is None or not prefilling[first - 1]):
+            break
+        first -= 1
+    if (starts[requests] - starts[first]) * limits.group <= FLASH_ROWS:
+        return None
+    return first, [s - starts[first] for s in starts[first : requests + 1]], seq_lens[first:requests]
+
+
+def split_batch(common: Any, threshold: int, limits: FlashLimits | None) -> Split:
     """Split a batch by host lengths.
 
     Args:
         common: vLLM's CommonAttentionMetadata, decode requests first.
         threshold: longest query that counts as decode.
+        limits: None where there is no flash attention to use.
     """
     from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
@@ -56,6 +103,14 @@ def split_batch(common: Any, threshold: int) -> Split:
     q_len = int(starts_cpu[1] - starts_cpu[0]) if decodes else 0
     if decodes and not 1 <= q_len <= threshold:
         decodes, prefills, q_len = 0, common.num_reqs, 0
+    if prefills and limits is not None and (part := _flash_part(common, decodes, limits)) is not None:
+        first, rows, lens = part
+        plan = flash_plan.plan_flash(
+            rows, lens, recent_tokens=limits.recent_tokens, slice_tokens=limits.slice_tokens, max_rows=limits.rows
+        ).to(common.seq_lens.device)
+        row, loc = int(starts_cpu[first]), common.query_start_loc
+        starts = loc[decodes : first + 1] - decodes * q_len if first > decodes else None
+        return Split(decodes, q_len, starts, first, row, loc[first : common.num_reqs + 1] - row, plan)
     starts = None
     if prefills:
         # Without decode rows the offsets are vLLM's own persistent buffer: a graph captured for
@@ -64,21 +119,47 @@ def split_batch(common: Any, threshold: int) -> Split:
     return Split(decodes, q_len, starts)
 
 
-def workspace_bytes(vllm_config: Any, layers: list[Any], q_tokens: int) -> int:
-    """Bytes of the one workspace that all layers of a worker share.
+def flash_limits(
+    vllm_config: Any, layers: list[Any], rule: Rule, itemsize: int, drafts: int, flash: prefill_flash.Flash | None
+) -> FlashLimits | None:
+    """How prefill is cut for flash attention; None where it cannot serve these layers."""
+    if flash is None or any(layer.head_size != layer.head_size_v for layer in layers):
+        return None
+    tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    limit = max(vllm_config.model_config.max_model_len, tokens + rule.recent_tokens) + PAGE_TOKENS
+    row_bytes = max(layer.num_kv_heads * 2 * layer.head_size * itemsize for layer in layers)
+    return FlashLimits(
+        flash, flash_plan.slice_tokens_of(row_bytes, limit, rule.recent_tokens), min(SLICE_ROWS, tokens),
+        rule.recent_tokens, max(layer.num_heads // layer.num_kv_heads for layer in layers), drafts,
+    )  # fmt: skip
+
+
+def workspace_bytes(
+    vllm_config: Any, layers: list[Any], q_tokens: int, limits: FlashLimits | None, itemsize: int
+) -> int:  # fmt: skip
+    """Bytes of the one workspace that all layers and kernels of a worker share, one after the other.
 
     Args:
         layers: vLLM's attention layers of this worker.
         q_tokens: longest decode query (1 plus drafts).
     """
     requests = vllm_config.scheduler_config.max_num_seqs
-    return max(
+    size = max(
         decode.workspace_bytes(
             requests, layer.num_heads, layer.head_size_v, min(q_tokens, MAX_VERIFY_TOKENS),
             kv_heads=layer.num_kv_heads,
         )
         for layer in layers
     )  # fmt: skip
+    if limits is None:
+        return size
+    return max(size, *(
+        flash_plan.workspace_bytes(
+            limits.slice_tokens, limits.rows, layer.num_heads, layer.num_kv_heads,
+            PageLayout(layer.head_size, layer.head_size_v), itemsize,
+        )
+        for layer in layers
+    ))  # fmt: skip
 
 
 def plan_decode(
@@ -110,6 +191,7 @@ def forward(
     rule: Rule,
     workspace: torch.Tensor,
     output: torch.Tensor,
+    limits: FlashLimits | None,
     *,
     scale: float,
     soft_cap: float,
@@ -136,15 +218,26 @@ def forward(
             output[:rows], workspace, layout, q_len=split.q_len, plan=meta.plan, **numbers,
         )  # fmt: skip
     if split.starts is not None:
+        last = requests + split.starts.shape[0] - 1
+        part = slice(rows, split.flash_row if split.plan is not None else n)
         prefill.prefill(
-            query[rows:], key[rows:], value[rows:], body, window, body_table[requests:], window_table[requests:],
-            split.starts, meta.seq_lens[requests:], output[rows:], layout, **numbers,
+            query[part], key[part], value[part], body, window, body_table[requests:last], window_table[requests:last],
+            split.starts, meta.seq_lens[requests:last], output[part], layout, **numbers,
+        )  # fmt: skip
+    if split.plan is not None:
+        assert limits is not None and split.flash_starts is not None
+        first, part = split.flash_first, slice(split.flash_row, n)
+        prefill_flash.prefill(
+            query[part], key[part], value[part], body, window, body_table[first : meta.num_reqs],
+            window_table[first : meta.num_reqs], split.flash_starts, meta.seq_lens[first : meta.num_reqs], output[part],
+            workspace, layout, split.plan, limits.flash, **numbers,
         )  # fmt: skip
 
 
 def warm_up(
     layer: Any, window: torch.Tensor, layout: PageLayout, rule: Rule, workspace: torch.Tensor, *,
-    soft_cap: float, requests: int, q_lens: tuple[int, ...], tokens: int, dtype: torch.dtype,
+    limits: FlashLimits | None, soft_cap: float, requests: int, q_lens: tuple[int, ...], tokens: int,
+    dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Compile every kernel a layer of this shape will launch, on its own caches, writing nothing.
 
@@ -192,3 +285,25 @@ def warm_up(
             rows(n, layer.num_heads, layout.head_size), k, v, body, window, ints(1, 16), ints(1, 64), ints(2), ints(1),
             rows(n, layer.num_heads, layout.v_size), layout, **numbers,
         )  # fmt: skip
+    if limits is not None:
+        _warm_up_flash(layer, body, window, layout, workspace, limits, dtype, numbers)
+
+
+def _warm_up_flash(
+    layer: Any, body: torch.Tensor, window: torch.Tensor, layout: PageLayout, workspace: torch.Tensor,
+    limits: FlashLimits, dtype: torch.dtype, numbers: dict[str, Any],
+) -> None:  # fmt: skip
+    """A chunk whose pages are all null pages: both gathers, every kind of call, and the merge."""
+    n, done, device = min(limits.rows, 256), 1024, window.device
+    body_table = torch.zeros(1, 64, dtype=torch.int32, device=device)
+    window_table = torch.zeros(1, 256, dtype=torch.int32, device=device)
+    plan = flash_plan.plan_flash(
+        [0, n], [n + done], recent_tokens=limits.recent_tokens, slice_tokens=limits.slice_tokens, max_rows=limits.rows
+    )
+    q = torch.zeros(n, layer.num_heads, layout.head_size, dtype=dtype, device=device)
+    k = torch.zeros(n, layer.num_kv_heads, layout.head_size, dtype=dtype, device=device)
+    starts, lens = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, n], [n + done]))
+    prefill_flash.prefill(
+        q, k, torch.zeros_like(k), body, window, body_table, window_table, starts, lens, torch.zeros_like(q), workspace,
+        layout, plan.to(device), limits.flash, **numbers,
+    )  # fmt: skip

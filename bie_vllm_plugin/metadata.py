@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec
 
-    from bie_vllm_plugin.cuda_path import Split
+    from bie_vllm_plugin.cuda_path import FlashLimits, Split
 
 
 @dataclass
@@ -74,7 +74,11 @@ class Int4AsymMetadataBuilder(AttentionMetadataBuilder[Int4AsymMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._on_gpu = device.type == "cuda"
         self._plan_buffer: torch.Tensor | None = None
+        self._flash_limits: FlashLimits | None = None
         if self._on_gpu and not isinstance(kv_cache_spec, WindowSpec):
+            layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+            # One group may hold skipped layers, too: those bring a builder of their own.
+            self._flash_limits = layers[layer_names[0]].impl.flash_limits
             self._make_plan_buffer()
 
     def _make_plan_buffer(self) -> None:
@@ -100,7 +104,7 @@ class Int4AsymMetadataBuilder(AttentionMetadataBuilder[Int4AsymMetadata]):
         if self._on_gpu:
             from bie_vllm_plugin import cuda_path
 
-            split = cuda_path.split_batch(common, self.reorder_batch_threshold or 1)
+            split = cuda_path.split_batch(common, self.reorder_batch_threshold or 1, self._flash_limits)
             if self._plan_buffer is not None:
                 plan = cuda_path.plan_decode(split, common.seq_lens, self._plan_buffer, self._heads, self._rule)
         return Int4AsymMetadata(

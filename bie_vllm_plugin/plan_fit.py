@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from bie_kernels.layout import SLICE_BYTES, SLICE_ROWS
 from bie_vllm_plugin.config import DTYPE_NAME
 from bie_vllm_plugin.plan_formats import (
     FORMATS,
@@ -27,9 +28,6 @@ CONTEXT_BYTES = 512 * MIB
 
 NCCL_BYTES = 256 * MIB
 """Buffers of tensor parallelism, per GPU: an estimate."""
-
-PREFILL_WORKSPACE = 64 * MIB
-"""Bound of int4_asym's slice workspace; it does not grow with the context."""
 
 LOGIT_BYTES = 14
 """Per sampled sequence and vocabulary entry: 16-bit logits and fp32 copies of logits, probabilities and noise."""
@@ -144,7 +142,9 @@ def activation_bytes(model: ModelShape, request: Request, fmt: Format) -> int:
     layer = model.itemsize * chunk * (3 * hidden + max(attention, mlp))
     sampled = min(request.max_seqs, chunk)
     sampler = sampled * int(text["vocab_size"]) * LOGIT_BYTES + model.itemsize * chunk * hidden
-    return max(layer, sampler) + (PREFILL_WORKSPACE if fmt.name == DTYPE_NAME else 0)
+    # int4_asym's workspace: a slice of the body in 16 bits, and what its queries make of it.
+    partial = model.itemsize * min(SLICE_ROWS, chunk) * (heads // tp) * v_size
+    return max(layer, sampler) + (SLICE_BYTES + partial if fmt.name == DTYPE_NAME else 0)
 
 
 def make_plan(model: ModelShape, request: Request) -> Plan:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from bie_vllm_plugin.config import DTYPE_NAME
@@ -190,6 +191,31 @@ def forward_state(layer_name: str) -> tuple[Any, Any]:
     if not metadata:
         return None, None
     return metadata[layer_name], context.slot_mapping.get(layer_name)
+
+
+def flash_attention() -> Callable[..., tuple[Any, Any]] | None:
+    """vLLM's flash attention as `bie_kernels.prefill_flash` wants it, or None where it is missing.
+
+    Version 3 on Hopper, 2 elsewhere; version 4's masks and log-sum-exp are not tested here.
+    """
+    try:
+        from vllm.vllm_flash_attn import flash_attn_interface as interface
+    except ImportError:
+        return None
+    version = next((v for v in (3, 2) if interface.is_fa_version_supported(v)), None)
+    if version is None:
+        return None
+
+    def flash(
+        q: Any, k: Any, v: Any, *, out: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, scale: float, causal: bool,
+        window: tuple[int, int], soft_cap: float,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        return interface.flash_attn_varlen_func(
+            q, k, v, max_q, cu_q, max_k, cu_seqlens_k=cu_k, softmax_scale=scale, causal=causal,
+            window_size=list(window), softcap=soft_cap, return_softmax_lse=True, out=out, fa_version=version,
+        )  # fmt: skip
+
+    return flash
 
 
 def attach_layers(vllm_config: VllmConfig) -> list[str]:

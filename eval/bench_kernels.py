@@ -4,6 +4,7 @@
 A correctness gate first: a kernel that misses the oracle is not timed. Times are medians
 of CUDA-graph replays over page tables that rotate through memory much larger than L2,
 16-bit windows included, the plan made once per step as a model's layers share it.
+Prefill has a script of its own, `bench_prefill.py`.
 `gb_per_s` counts the bytes of the cache that a launch must read.
 """
 
@@ -22,7 +23,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 
-from bie_kernels import decode, decode_gluon, decode_keys, prefill, reference, store, tuning  # noqa: E402
+from bie_kernels import decode, reference, store, tuning  # noqa: E402
 from bie_kernels.layout import PAGE_TOKENS, PageLayout  # noqa: E402
 
 SINK, RECENT, WINDOW_PAGE = 8, 128, 16
@@ -301,36 +302,6 @@ def copy_bandwidth() -> float:
     return 2 * a.numel() * 4 / timer.us / 1e3
 
 
-def prefill_records(dtype: torch.dtype) -> list[dict]:
-    """Whole prompts and a short continuation of a long one, one layer; the gate is tests/test_prefill.py."""
-    records = []
-    layout = PageLayout(128)
-    shapes = (("prefill 8k", 0, 8192), ("prefill 2k after 30k", 30720, 2048), ("64k cached + 100", 65536, 100))
-    for name, done, n in shapes:
-        pool = Pool(layout, 8, 1200, dtype)
-        body_table, window_table = pool.tables((done + n,), 1)[0]
-        q = torch.randn(n, 32, 128, device=DEVICE).to(dtype)
-        k = torch.randn(n, 8, 128, device=DEVICE).to(dtype)
-        v, out = torch.randn_like(k), torch.empty_like(q)
-        starts = torch.tensor([0, n], dtype=torch.int32, device=DEVICE)
-        lens = torch.tensor([done + n], dtype=torch.int32, device=DEVICE)
-
-        def call() -> None:
-            prefill.prefill(
-                q, k, v, pool.body, pool.window, body_table, window_table, starts, lens, out, layout,  # noqa: B023
-                scale=128**-0.5, sink_tokens=SINK, recent_tokens=RECENT, retained=RECENT + 63,
-            )  # fmt: skip
-
-        timer = Timer([call])
-        for _ in range(5):
-            timer.sample()
-        flops = 4 * 32 * 128 * (n * done + n * n / 2)
-        records.append({"case": name, "batch": 1, "context": done + n, "q_len": n, "format": "int4_asym",
-                        "us": round(timer.us, 1), "tflops": round(flops / timer.us / 1e6, 1)})  # fmt: skip
-        print(records[-1], flush=True)
-    return records
-
-
 def write_records(dtype: torch.dtype) -> list[dict]:
     """Store and seal of a decode step, and of a prefill chunk."""
     records = []
@@ -367,7 +338,7 @@ def write_records(dtype: torch.dtype) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--suites", default="decode,short,ragged,verify,gqa,heads,axis,write,prefill")
+    parser.add_argument("--suites", default="decode,short,ragged,verify,gqa,heads,axis,write")
     parser.add_argument("--paths", default="auto,triton", help=PATHS_HELP)
     parser.add_argument("--cases", help="names of the suites' cases to run, comma-separated; all when left out")
     parser.add_argument("--dtype", default="bfloat16")
@@ -390,8 +361,8 @@ def main() -> None:
             args.out.write_text(json.dumps(header | {"records": records}, indent=1) + "\n")
 
     for suite in args.suites.split(","):
-        if suite in ("prefill", "write"):
-            records += prefill_records(dtype) if suite == "prefill" else write_records(dtype)
+        if suite == "write":
+            records += write_records(dtype)
             save()
             continue
         for case in suites()[suite]:

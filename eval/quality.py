@@ -19,6 +19,8 @@ import platform
 import shlex
 import shutil
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--formats", default="auto,int4_asym", help="settings: int4_asym+recent_tokens=64, see quality_formats.py")
     add("--judge", help="format whose verdict is the exit status (default int4_asym, else the last one)")
     add("--contexts", type=numbers, help="lengths to score (default 2048,4096,8192 as far as the model goes)")
-    add("--documents", type=names, default=["prose", "technical", "code", "german"], help="texts of eval/texts")
+    add("--documents", type=names, default=["prose", "technical", "code", "german"], help="of eval/texts, or none")
     add("--text", type=Path, action="append", default=[], help="a text file of your own, repeatable")
     add("--decode", type=int, default=32, help="tokens forced through decoding per document and context, 0 for none")
     add("--needles", type=names, default=["passkey", "needle", "multi", "cached"], help="kinds, or none")
@@ -59,6 +61,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=RESULTS, help="folder of the JSON, the table and the pictures")
     add("--name", help="results are quality_NAME.* (default: from the model)")
     add("--work", type=Path, default=models.cache_dir() / "quality", help="finished units; can be deleted")
+    add("--jobs", type=int, default=1, help="engines at a time (each takes the model and --kv-memory)")
+    add("--time-limit", type=float, help="seconds after which engines are ended and what is finished is written")
     add("--fresh", action="store_true", help="do not resume: compute everything again")
     return parser
 
@@ -136,13 +140,15 @@ def plan(args: argparse.Namespace) -> tuple[list[Any], list[dict[str, Any]], int
             kinds = []
     else:
         formats = quality_formats.parse_formats(args.formats)
-    docs = quality_data.documents(tokenizer, args.documents, args.text)
-    units = quality_data.score_units(docs, contexts, longest)
+    docs = quality_data.documents(tokenizer, [] if args.documents == ["none"] else args.documents, args.text)
+    units = quality_data.score_units(docs, contexts, longest) if docs else []
     units += quality_data.decode_units(docs, contexts, args.decode, longest)
     units += quality_data.needle_units(tokenizer, kinds, needle_contexts, args.depths, args.repeats, longest)
+    if not units and not args.tasks:
+        raise ValueError("there is nothing to measure: no document, no needle, no task.")
     args.contexts = contexts
     # One token beyond what is asked, rounded up: engines of several commands then share their results.
-    need = max(len(u["prompt"]) + max(1, len(u["forced"])) for u in units)
+    need = max((len(u["prompt"]) + max(1, len(u["forced"])) for u in units), default=1)
     return formats, units, min(longest, -(-need // 512) * 512)
 
 
@@ -164,15 +170,21 @@ def execute(args: argparse.Namespace, formats: list[Any], units: list[dict[str, 
     with Progress(*columns, console=console) as bar:
         tasks = {fmt.label: bar.add_task(fmt.label, total=len(units)) for fmt in formats}
         runner = Runner(args.model, llm, args.work, lambda label, unit: bar.advance(tasks[label]))
-        for fmt in formats:
-            plain = [u for u in units if not u["warm"]]
-            runner.run(fmt, plain, prefix_caching=False)
-            if warm := [u for u in units if u["warm"]]:
-                runner.run(fmt, warm, prefix_caching=True)
-            if fmt.is_base and fmt.label in runner.status:
-                raise ValueError(f"{args.model} does not run with the model's own KV cache: {runner.status[fmt.label]}")
-            if fmt.label in runner.status:
-                bar.console.print(f"{fmt.label} did not run: {runner.status[fmt.label]}", style="yellow")
+        clock = None
+        if args.time_limit:
+            sentence = f"the time limit of {args.time_limit:g} s was reached"
+            clock = threading.Timer(args.time_limit, runner.stop, [sentence])
+            clock.start()
+        try:
+            runner.run_all(formats, units, args.jobs)
+        finally:
+            if clock:
+                clock.cancel()
+    base = formats[0]
+    if base.label in runner.status and not any(runner.result(base, u) for u in units):
+        raise ValueError(f"{args.model} does not run with the model's own KV cache: {runner.status[base.label]}")
+    for label, reason in runner.status.items():
+        print(f"{label} did not run to its end: {reason}", file=sys.stderr)
     return runner
 
 
@@ -187,9 +199,10 @@ def collect(args: argparse.Namespace, formats: list[Any], units: list[dict[str, 
         "formats": {}, "records": [], "positions": {}, "needles": [], "tasks": [], "verdicts": [],
     }  # fmt: skip
     for fmt in formats:
-        result["formats"][fmt.label] = (
-            f"did not run: {runner.status[fmt.label].split(' (log:')[0]}" if fmt.label in runner.status else "ran"
-        )
+        done = sum(runner.result(fmt, u) is not None for u in units)
+        how = "ran" if done == len(units) else f"ran in part ({done} of {len(units)} units)" if done else "did not run"
+        reason = runner.status.get(fmt.label, "").split(" (log:")[0]
+        result["formats"][fmt.label] = f"{how}: {reason}" if reason else how
         needles = [u for u in units if u["kind"] not in ("score", "decode")]
         for u in needles:
             if (r := runner.result(fmt, u)) is not None:
@@ -210,33 +223,47 @@ def collect(args: argparse.Namespace, formats: list[Any], units: list[dict[str, 
                     result["records"].append(report.token_record(part, **facts, context=n, mode="score"))
             elif u["kind"] == "decode":
                 result["records"].append(report.token_record(r, **facts, context=u["context"], mode="decode"))
-        if not scored:
-            continue
-        result["positions"][fmt.label] = report.by_position([r for *_, r in scored])
-        ours, theirs = [b for _, b, _ in scored], [r for *_, r in scored]
-        losses = stats.token_losses(ours, theirs, args.tolerance, args.ppl_tolerance)
+        losses = []
+        if scored:
+            result["positions"][fmt.label] = report.by_position([r for *_, r in scored])
+            ours, theirs = [b for _, b, _ in scored], [r for *_, r in scored]
+            losses = stats.token_losses(ours, theirs, args.tolerance, args.ppl_tolerance)
         found = [(b["top"].all(), r["top"].all()) for u, b, r in pairs if u in needles]
         if found:
             import numpy as np
 
             one, two = np.array(found).T
             losses.append(stats.accuracy_loss("needles", one, two, args.tolerance))
-        result["verdicts"].append((fmt.label, losses))
+        if pairs:
+            result["verdicts"].append((fmt.label, losses))
     return result
 
 
 def add_tasks(args: argparse.Namespace, formats: list[Any], result: dict[str, Any]) -> None:
     """Run lm-eval's tasks per format and add their losses to the verdicts."""
+    from concurrent.futures import ThreadPoolExecutor
+
     import quality_tasks
 
     samples: dict[str, Any] = {}
-    for fmt in formats:
-        if not result["formats"][fmt.label].startswith("did not run"):
-            samples[fmt.label] = quality_tasks.run(args.model, fmt, args)
-    for row in quality_tasks.table(samples):
-        result["tasks"].append(row)
-    for label, losses in result["verdicts"]:
-        losses += quality_tasks.losses(samples["auto"], samples[label], args.tolerance)
+    running = [fmt for fmt in formats if not result["formats"][fmt.label].startswith("did not run")]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        waiting = {fmt.label: pool.submit(quality_tasks.run, args.model, fmt, args) for fmt in running}
+        for fmt in running:
+            try:
+                samples[fmt.label] = waiting[fmt.label].result()
+            except ValueError as error:
+                if fmt.is_base:
+                    raise
+                result["formats"][fmt.label] += f"; {error}"
+    result["tasks"] += quality_tasks.table(samples)
+    verdicts = dict(result["verdicts"])
+    for label in samples:
+        if label != "auto":
+            verdicts.setdefault(label, []).extend(
+                quality_tasks.losses(samples["auto"], samples[label], args.tolerance)
+            )
+    result["verdicts"] = list(verdicts.items())
 
 
 def write(args: argparse.Namespace, result: dict[str, Any]) -> str:
@@ -246,14 +273,15 @@ def write(args: argparse.Namespace, result: dict[str, Any]) -> str:
     args.out.mkdir(parents=True, exist_ok=True)
     stem = f"quality_{args.name}"  # names hold dots: no with_suffix
     (args.out / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
-    parts = [f"# {args.name}: KV formats against auto", "## All documents",
-             report.token_table(report.pooled(result["records"]), "context"),
-             "KL p99 over all documents is that of the worst one."]  # fmt: skip
-    decoded = report.pooled(result["records"], "decode")
-    if decoded:
+    parts = [f"# {args.name}: KV formats against auto"]
+    if scored := report.pooled(result["records"]):
+        longest = max(r["context"] for r in scored)
+        last = [r for r in result["records"] if r["mode"] == "score" and r["context"] == longest]
+        parts += ["## All documents", report.token_table(scored, "context"),
+                  "KL p99 over all documents is that of the worst one.",
+                  f"## By document, {longest} tokens", report.token_table(last, "document")]  # fmt: skip
+    if decoded := report.pooled(result["records"], "decode"):
         parts += ["## Teacher-forced decoding", report.token_table(decoded, "context")]
-    last = [r for r in result["records"] if r["mode"] == "score" and r["context"] == max(args.contexts)]
-    parts += [f"## By document, {max(args.contexts)} tokens", report.token_table(last, "document")]
     if result["needles"]:
         parts += ["## Needles", report.needle_table(result["needles"])]
         report.plot_needles(result["needles"], args.out / f"{stem}_needles.png", args.name)
@@ -288,6 +316,7 @@ def main(argv: list[str] | None = None) -> int:
         judged = args.judge or ("int4_asym" if "int4_asym" in labels else labels[-1])
         if judged not in labels:
             raise ValueError(f"--judge {judged!r} is not among the formats {', '.join(labels)}.")
+        args.deadline = time.monotonic() + args.time_limit if args.time_limit else None
         runner = execute(args, formats, units, length)
         result = collect(args, formats, units, runner)
         if args.tasks:

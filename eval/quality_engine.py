@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from quality_patch import apply_patches
 
 ROWS = 64
 """Rows of logits held at a time: 64 x 152k x 4 bytes, several copies of it."""
+
+BASE_WAIT_S = 3600
 
 
 class Captured:
@@ -65,44 +68,50 @@ class Captured:
         return torch.stack([self.rows[p] for p in positions])
 
 
-def forcing_processor() -> type:
-    """A vLLM logits processor that makes a request emit `extra_args['forced']`, token by token."""
-    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+class Forcing:
+    """Makes a lone request emit given tokens: the logits of the row behind position p are pinned.
 
-    class Forced(AdapterLogitsProcessor):
-        def is_argmax_invariant(self) -> bool:
-            return False
+    The model's `compute_logits` is wrapped, and the position is the last one that `Captured` saw:
+    both of vLLM's model runners call it so, while their logits processors have different interfaces.
+    """
 
-        def new_req_logits_processor(self, params):  # noqa: ANN001, ANN202
-            forced = (params.extra_args or {}).get("forced")
-            if not forced:
-                return None
+    def __init__(self, model: torch.nn.Module, captured: Captured) -> None:
+        self.compute_logits, self.captured = model.compute_logits, captured
+        self.forced: list[int] = []
+        self.first = 0
+        model.compute_logits = self._pinned
 
-            def force(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-                chosen = torch.full_like(logits, float("-inf"))
-                chosen[forced[min(len(output_ids), len(forced) - 1)]] = 0.0
-                return chosen
+    def start(self, forced: list[int], first: int) -> None:
+        """From position `first` on (the last of the prompt) the next tokens are those of `forced`."""
+        self.forced, self.first = list(forced), first
 
-            return force
+    def _pinned(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        logits = self.compute_logits(hidden, *args, **kwargs)
+        step = (self.captured.expected or 0) - 1 - self.first
+        if 0 <= step < len(self.forced) and logits is not None:
+            logits = torch.full_like(logits, float("-inf"))
+            logits[:, self.forced[step]] = 0.0
+        return logits
 
-    return Forced
 
-
-def compare(model: Any, hidden: torch.Tensor, base: torch.Tensor | None, targets: list[int]) -> dict[str, np.ndarray]:
+def compare(
+    logits: Callable[[torch.Tensor], torch.Tensor], device: torch.device, hidden: torch.Tensor,
+    base: torch.Tensor | None, targets: list[int],
+) -> dict[str, np.ndarray]:  # fmt: skip
     """Full-vocabulary measures per row, fp32.
 
     Args:
+        logits: the language-model head, [m, H] -> [m, V].
         hidden, base: [n, H], this format's and `auto`'s hidden states of the same positions.
         targets: n next tokens.
 
     Returns:
         nll, top (argmax equals the target) and, with a base, nll_base, kl(base || format) in nats, agree.
     """
-    device = next(model.parameters()).device
     out: dict[str, list[torch.Tensor]] = {}
 
     def log_probs(rows: torch.Tensor) -> torch.Tensor:
-        return model.compute_logits(rows.to(device)).float().log_softmax(-1)
+        return logits(rows.to(device)).float().log_softmax(-1)
 
     def put(name: str, value: torch.Tensor) -> None:
         out.setdefault(name, []).append(value.float().cpu())
@@ -128,9 +137,10 @@ class Engine:
     def __init__(self, llm_arguments: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self.llm = LLM(logits_processors=[forcing_processor()], **llm_arguments)
+        self.llm = LLM(**llm_arguments)
         self.model = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.get_model()
         self.captured = Captured(self.model)
+        self.forcing = Forcing(self.model, self.captured)
 
     def run(self, unit: dict[str, Any]) -> tuple[torch.Tensor, list[int], int]:
         """Compute one unit.
@@ -153,9 +163,10 @@ class Engine:
             self.llm.generate([{"prompt_token_ids": warm}], one, use_tqdm=False)
         # With a prefix hit the first computed position is not 0: the hook takes what comes.
         self.captured.start(None if warm else 0)
-        extra = {"forced": forced} if forced else None
-        sampling = SamplingParams(max_tokens=max(1, len(forced)), extra_args=extra, **common)
+        self.forcing.start(forced, len(prompt) - 1)
+        sampling = SamplingParams(max_tokens=max(1, len(forced)), **common)
         (output,) = self.llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        self.forcing.start([], 0)
         if forced:
             if list(output.outputs[0].token_ids) != forced:
                 raise RuntimeError("the engine did not emit the forced tokens")
@@ -163,6 +174,18 @@ class Engine:
         else:
             positions, targets = range(len(prompt) - 1), prompt[1:]
         return self.captured.take(positions), targets, int(output.num_cached_tokens or 0)
+
+
+def wait_for(stored: Path) -> torch.Tensor:
+    """Hidden states of `auto`, whose engine may be running beside this one.
+
+    Who started both ends this process if `auto` fails, so the limit is only for a parent that died.
+    """
+    for _ in range(int(BASE_WAIT_S / 0.1)):
+        if stored.exists():
+            return torch.load(stored)
+        time.sleep(0.1)
+    raise RuntimeError(f"auto has not computed {stored.stem} within {BASE_WAIT_S} s")
 
 
 def run_job(job: dict[str, Any]) -> None:
@@ -177,9 +200,12 @@ def run_job(job: dict[str, Any]) -> None:
         hidden, targets, cached = engine.run(unit)
         stored = base / f"{unit['id']}.pt"
         if job["is_base"]:
-            torch.save(hidden, stored)
-        reference = None if job["is_base"] else torch.load(stored)
-        result = compare(engine.model, hidden, reference, targets)
+            scratch = stored.with_suffix(".tmp")
+            torch.save(hidden, scratch)
+            scratch.rename(stored)
+        reference = None if job["is_base"] else wait_for(stored)
+        device = next(engine.model.parameters()).device
+        result = compare(engine.forcing.compute_logits, device, hidden, reference, targets)
         scratch = folder / f"{unit['id']}.tmp.npz"
         np.savez(scratch, cached=cached, **result)
         scratch.rename(folder / f"{unit['id']}.npz")

@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,10 @@ class Runner:
         model: folder or Hub id.
         llm: further arguments of `LLM` for every format.
         work: folder of finished units and of `auto`'s hidden states.
-        progress: called with (format label, unit id or None) whenever something is done.
+        progress: called with (format label, unit id or None) whenever something is done, from any thread.
+        status: {format label: why some of its units are missing}.
+        stopped: why no more engines are started, if so.
+        live: engine processes now running.
     """
 
     model: str
@@ -60,6 +65,9 @@ class Runner:
     work: Path
     progress: Callable[[str, str | None], None] = lambda label, unit: None
     status: dict[str, str] = field(default_factory=dict)
+    stopped: str = ""
+    live: set[subprocess.Popen] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         config = Path(self.model) / "config.json"
@@ -83,27 +91,63 @@ class Runner:
         for done in units:
             if done not in missing:
                 self.progress(fmt.label, done["id"])
-        if not missing or fmt.label in self.status:
+        if not missing or self.stopped:
+            if missing:
+                self.status[fmt.label] = self.stopped
             return
         arguments = {"model": self.model, **self.llm, **fmt.llm_arguments(), "enable_prefix_caching": prefix_caching}
         job = {
             "folder": str(folder), "base": str(base), "is_base": fmt.is_base, "patches": fmt.patches,
             "llm": arguments, "units": missing,
         }  # fmt: skip
-        if reason := self._process(fmt, job):
+        if reason := self._process(fmt, job, prefix_caching):
             self.status[fmt.label] = reason
+            if fmt.is_base:
+                self.stop(reason)  # whoever waits for its hidden states would wait in vain
 
-    def _process(self, fmt: Format, job: dict[str, Any]) -> str | None:
+    def run_all(self, formats: list[Format], units: list[dict[str, Any]], jobs: int) -> None:
+        """All formats, `jobs` engines at a time; with more than one, formats start beside `auto` and wait for it."""
+        parts = [
+            (fmt, part, warm) for fmt in formats for warm in (False, True)
+            if (part := [u for u in units if bool(u["warm"]) == warm])
+        ]  # fmt: skip
+        if jobs == 1:
+            for fmt, *part in parts:
+                if fmt.label not in self.status:  # what failed once fails again
+                    self.run(fmt, *part)
+            return
+        # auto's parts come first in the queue, so that no format can hold every place and wait for them.
+        with ThreadPoolExecutor(max(jobs, sum(fmt.is_base for fmt, *_ in parts))) as pool:
+            waiting = [pool.submit(self.run, *part) for part in parts]
+            try:
+                for one in waiting:
+                    one.result()
+            except BaseException:
+                self.stop("interrupted")
+                raise
+
+    def stop(self, reason: str) -> None:
+        """End every engine and start no more; what is finished stays."""
+        with self.lock:
+            self.stopped = self.stopped or reason
+            for process in self.live:
+                process.terminate()
+
+    def _process(self, fmt: Format, job: dict[str, Any], prefix_caching: bool) -> str | None:
         """Run a job; the reason if it failed."""
         self.home.mkdir(parents=True, exist_ok=True)
-        log = self.home / f"{fmt.dtype}-{digest(fmt.label)}.log"
+        log = self.home / f"{fmt.dtype}-{digest([fmt.label, prefix_caching])}.log"
         with tempfile.NamedTemporaryFile("w", suffix=".json", dir=self.home) as file, log.open("a") as errors:
             json.dump(job, file)
             file.flush()
-            process = subprocess.Popen(
-                [sys.executable, str(WORKER), file.name],
-                stdout=subprocess.PIPE, stderr=errors, text=True, env=engine_environment(),
-            )  # fmt: skip
+            with self.lock:
+                if self.stopped:
+                    return self.stopped
+                process = subprocess.Popen(
+                    [sys.executable, str(WORKER), file.name],
+                    stdout=subprocess.PIPE, stderr=errors, text=True, env=engine_environment(),
+                )  # fmt: skip
+                self.live.add(process)
             reason = None
             try:
                 for line in process.stdout:
@@ -118,14 +162,16 @@ class Runner:
                 raise
             finally:
                 process.wait()
+                with self.lock:
+                    self.live.discard(process)
         if process.returncode == 0:
             return None
-        return f"{reason or 'the engine process died'} (log: {log})"
+        return reason and f"{reason} (log: {log})" or self.stopped or f"the engine process died (log: {log})"
 
     def result(self, fmt: Format, unit: dict[str, Any]) -> dict[str, np.ndarray] | None:
         """Arrays of a finished unit (see `quality_engine.compare`), None if there are none."""
         path = self.folder(fmt) / f"{unit['id']}.npz"
-        if fmt.label in self.status or not path.exists():
+        if not path.exists():
             return None
         with np.load(path) as arrays:
             return dict(arrays)

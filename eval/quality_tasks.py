@@ -18,10 +18,15 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from quality_formats import PLUGIN
 
 TASKS = Path(__file__).with_name("tasks")
 VALID_SHARE = 0.99
@@ -47,69 +52,100 @@ def allow_vllm_cpu() -> None:
 
 
 def run(model: str, fmt: Any, args: argparse.Namespace) -> Samples:
-    """Evaluate the tasks with one KV format in a process of its own, resuming finished ones.
+    """Evaluate the tasks with one KV format in a process of its own; finished tasks are not run again.
+
+    Args:
+        args: tasks, limit, dtype, kv_memory, engine_args and work of the command line; deadline
+            (time.monotonic() at which the process is ended) or None.
 
     Raises:
-        ValueError: lm-eval is missing, a task is unknown or the evaluation failed; one sentence.
+        ValueError: lm-eval is missing, a task is unknown, the evaluation failed or the deadline
+            passed; one sentence. What was finished before is kept for the next run.
     """
     from quality_run import digest, engine_environment, sources_digest
 
     if not importlib.util.find_spec("lm_eval"):
         raise ValueError("lm_eval cannot be imported; install it with: pip install 'bie-vllm-plugin[eval]'.")
-    samples: Samples = {}
-    for task in args.tasks:
-        job = {
-            "model": model, "arguments": fmt.llm_arguments(), "patches": fmt.patches, "task": task,
-            "limit": args.limit, "dtype": args.dtype, "kv_memory": int(args.kv_memory * 2**30),
-            "engine_args": args.engine_args,
-        }  # fmt: skip
-        done = args.work / "tasks" / f"{task}-{digest([job, sources_digest()])}.json"
-        if not done.exists():
-            done.parent.mkdir(parents=True, exist_ok=True)
-            print(f"{fmt.label}: {task}", file=sys.stderr)
-            log = done.with_suffix(".log")
-            with log.open("w") as errors:
-                # lm-eval draws its own progress bar on stderr; it goes to the log.
+    common = {
+        "model": model, "arguments": fmt.llm_arguments(), "patches": fmt.patches, "limit": args.limit,
+        "dtype": args.dtype, "kv_memory": int(args.kv_memory * 2**30), "engine_args": args.engine_args,
+    }  # fmt: skip
+    key = [common, sources_digest() if fmt.dtype == PLUGIN else ""]
+    files = {task: args.work / "tasks" / f"{task}-{digest([*key, data_digest(task)])}.json" for task in args.tasks}
+    missing = {task: str(file) for task, file in files.items() if not file.exists()}
+    if missing:
+        (args.work / "tasks").mkdir(parents=True, exist_ok=True)
+        print(f"{fmt.label}: {', '.join(missing)}", file=sys.stderr)
+        log = args.work / "tasks" / f"{fmt.dtype}-{digest(key)}.log"
+        left = None if args.deadline is None else max(1.0, args.deadline - time.monotonic())
+        with log.open("w") as errors:
+            # lm-eval draws its own progress bar on stderr; it goes to the log.
+            try:
                 process = subprocess.run(
-                    [sys.executable, __file__, "task", json.dumps(job), str(done)],
-                    stdout=errors, stderr=errors, env=engine_environment(),
+                    [sys.executable, __file__, "task", json.dumps({**common, "tasks": missing})],
+                    stdout=errors, stderr=errors, env=engine_environment(), timeout=left,
                 )  # fmt: skip
-            if process.returncode:
-                last = [line for line in log.read_text().splitlines() if line.strip()][-1]
-                raise ValueError(f"the task {task} did not run with {fmt.label}: {last} (log: {log})")
-        samples.update(json.loads(done.read_text()))
+            except subprocess.TimeoutExpired:
+                waiting = [task for task, file in files.items() if not file.exists()]
+                raise ValueError(
+                    f"{', '.join(waiting)} did not end with {fmt.label} within the time limit."
+                ) from None
+        if process.returncode:
+            last = [line for line in log.read_text().splitlines() if line.strip()][-1]
+            waiting = [task for task, file in files.items() if not file.exists()]
+            raise ValueError(f"{', '.join(waiting)} did not run with {fmt.label}: {last} (log: {log})")
+    return finished(files)
+
+
+def finished(files: dict[str, Path]) -> Samples:
+    """What the files of finished tasks hold."""
+    samples: Samples = {}
+    for file in files.values():
+        samples.update(json.loads(file.read_text()))
     return samples
 
 
-def run_task(job: dict[str, Any], out: Path) -> None:
-    """In the child process: one task, one format."""
+def data_digest(task: str) -> str:
+    """A short name for an offline task's data and definition; empty for lm-eval's own."""
+    from quality_run import digest
+
+    texts = [(TASKS / f"{task}{end}").read_text() for end in (".jsonl", ".yaml") if (TASKS / f"{task}{end}").exists()]
+    return digest(texts) if texts else ""
+
+
+def run_tasks(job: dict[str, Any]) -> None:
+    """In the child process: one format, its tasks one after the other, each saved when it is done."""
     allow_vllm_cpu()
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
     from quality_patch import apply_patches
 
     apply_patches(job["patches"])
     from lm_eval import simple_evaluate
+    from lm_eval.api.registry import get_model
     from lm_eval.tasks import TaskManager
 
+    manager = TaskManager(include_path=str(TASKS))
+    if unknown := [task for task in job["tasks"] if not manager.match_tasks([task])]:
+        raise SystemExit(f"{', '.join(unknown)} is no task of lm-eval or of eval/tasks")
     arguments = {
         "pretrained": job["model"], "dtype": job["dtype"], "enforce_eager": True, "gpu_memory_utilization": 0.3,
         "kv_cache_memory_bytes": job["kv_memory"], "max_model_len": 2048, "max_num_seqs": 16,
         **job["arguments"], **job["engine_args"],
     }  # fmt: skip
-    results = simple_evaluate(
-        model="vllm", model_args=arguments, tasks=[job["task"]], limit=job["limit"], bootstrap_iters=0,
-        task_manager=TaskManager(include_path=str(TASKS)),
-    )  # fmt: skip
-    samples: Samples = {}
-    for task, items in results["samples"].items():
-        for item in items:
-            for metric in item["metrics"]:
-                if isinstance(item[metric], (int, float, bool)):
-                    key = f"{item['doc_id']} {item['filter']}"
-                    samples.setdefault(task, {}).setdefault(metric, {})[key] = float(item[metric])
-    scratch = out.with_suffix(".tmp")
-    scratch.write_text(json.dumps(samples))
-    scratch.rename(out)
+    model = get_model("vllm").create_from_arg_obj(arguments)
+    for task, out in job["tasks"].items():
+        results = simple_evaluate(
+            model=model, tasks=[task], limit=job["limit"], bootstrap_iters=0, task_manager=manager
+        )
+        samples: Samples = {}
+        for name, items in results["samples"].items():
+            for item in items:
+                for metric in item["metrics"]:
+                    if isinstance(item[metric], (int, float, bool)):
+                        key = f"{item['doc_id']} {item['filter']}"
+                        samples.setdefault(name, {}).setdefault(metric, {})[key] = float(item[metric])
+        scratch = Path(out).with_suffix(".tmp")
+        scratch.write_text(json.dumps(samples))
+        scratch.rename(out)
 
 
 def losses(base: Samples, other: Samples, tolerance: float) -> list[Any]:
@@ -147,7 +183,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     if sys.argv[1:2] == ["task"]:
-        run_task(json.loads(sys.argv[2]), Path(sys.argv[3]))
+        run_tasks(json.loads(sys.argv[2]))
     elif sys.argv[1:2] == ["lm_eval"]:
         allow_vllm_cpu()
         from lm_eval.__main__ import cli_evaluate

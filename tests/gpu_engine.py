@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import os
 import sys
 import tempfile
 import time
@@ -19,6 +20,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine import generate, llm, logprob_differences, run_engines, tiny_llama, tokens
+
+JOBS = int(os.environ.get("BIE_GPU_JOBS", "4"))
+"""Checks side by side, two engines each; an engine wants a core."""
 
 FACTS = {"do": "facts"}
 FOLDER = Path(tempfile.gettempdir()) / "bie-gpu-models"
@@ -97,10 +101,12 @@ def main(wanted: list[str]) -> int:
     everything = checks()
     names = [n for n in everything if not wanted or any(w in n for w in wanted)]
     start = time.time()
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda n: guarded(everything[n], n), names))
-    for result in results:
-        print(json.dumps(result))
+    results = []
+    with concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
+        futures = [pool.submit(guarded, everything[n], n) for n in names]
+        for future in concurrent.futures.as_completed(futures):
+            results.append(future.result())
+            print(json.dumps(results[-1] | {"seconds": round(time.time() - start)}), flush=True)
     passed = sum(r["ok"] for r in results)
     print(f"{passed} passed, {len(results) - passed} failed in {time.time() - start:.0f} s")
     return int(passed < len(results))

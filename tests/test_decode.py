@@ -145,7 +145,7 @@ def test_one_workspace_and_one_plan_serve_many_launches() -> None:
         batch = make_batch([(n - q_len, q_len) for n in lengths], layout, lookahead=q_len - 1)
         q = torch.randn(len(lengths) * q_len, 4, 64, generator=torch.Generator().manual_seed(2)).half()
         made = decode.plan_for(
-            batch.seq_lens.to(DEVICE), torch.empty(4096, dtype=torch.uint8, device=DEVICE), q_heads=4, kv_heads=2,
+            batch.seq_lens.to(DEVICE), torch.empty(1 << 18, dtype=torch.uint8, device=DEVICE), q_heads=4, kv_heads=2,
             q_len=q_len, sink_tokens=8, recent_tokens=128,
         )  # fmt: skip
         alone = run(batch, q, q_len=q_len, fast=False)
@@ -198,7 +198,7 @@ def test_refusals() -> None:
 # -- on a card: the fast kernel against the oracle and its plain twin -----------
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("size", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("size", [64, 128])
 def test_fast_lengths(size: int, dtype: torch.dtype) -> None:
     lengths = [1, 63, 64, 65, 127, 129, 131, 136, 137, 200, 330, 777]
     check(lengths, PageLayout(size), dtype=dtype, pad_requests=2, fast=True)

@@ -250,7 +250,7 @@ def test_hybrids_hold_a_state_of_fixed_size(tmp_path: Path) -> None:
 def test_sentences_name_the_cheapest_change() -> None:
     awq = str(MODELS / "Llama-3.1-8B-Instruct-AWQ")
     small = planned(awq)
-    assert small["sentence"].startswith("Does not fit: 65,536 tokens with int4_asym need 8.45 GiB")
+    assert small["sentence"].startswith("Does not fit: 65,536 tokens with int4_asym need 8.46 GiB")
     assert small["changes"][0].startswith("--context ")
     assert any("a card with" in change for change in small["changes"])
     longest = small["changes"][0].split()[1]

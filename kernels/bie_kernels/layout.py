@@ -58,6 +58,12 @@ ZERO_POINT_MAX = 2048
 WINDOW_PAGE_TOKENS = 16
 """Tokens of one window page for 16-bit models."""
 
+SLICE_BYTES = 64 << 20
+"""Largest 16-bit copy of a slice of the body that prefill makes, keys and values together."""
+
+SLICE_ROWS = 4096
+"""Query tokens that attend to a slice at once; bounds their partial results."""
+
 KeyAxis = Literal["channel", "head_dim"]
 
 
