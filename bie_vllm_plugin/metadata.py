@@ -29,7 +29,7 @@ class Int4AsymMetadata(AttentionMetadata):
 
     Attributes:
         num_reqs, num_tokens: of the batch, padding included.
-        max_query_len, max_seq_len: host upper bounds.
+        max_query_len: host upper bound.
         query_start_loc: int32 [num_reqs + 1]; seq_lens: int32 [num_reqs], this step included.
         block_table: int32 [num_reqs, pages]; slot_mapping: int64 [num_tokens].
     """
@@ -37,7 +37,6 @@ class Int4AsymMetadata(AttentionMetadata):
     num_reqs: int
     num_tokens: int
     max_query_len: int
-    max_seq_len: int
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
@@ -113,7 +112,6 @@ class Int4AsymMetadataBuilder(AttentionMetadataBuilder[Int4AsymMetadata]):
             num_reqs=common.num_reqs,
             num_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,

@@ -55,16 +55,21 @@ def uniform(batch: int, context: int, **options) -> Case:
     return Case(f"decode {batch}x{context // 1024}k{rest}", (context,) * batch, **options)
 
 
-PATHS_HELP = "auto: the kernel a user gets; triton: the portable one; gluon; name+SETTING=n changes tuning.SETTING"
-PATHS = {"auto": None, "triton": False, "gluon": True, "rows": True}
+PATHS: dict[str, decode.Fast] = {"auto": None, "triton": False, "rows": True, "keys": "keys"}
+PATHS_HELP = (
+    "auto: the kernel a user gets; triton: the portable one; rows: decode_gluon; keys: decode_keys; "
+    "NAME+SETTING=n changes tuning.SETTING"
+)
 DEFAULTS = {key: value for key, value in vars(tuning).items() if key.isupper()}
 
 
-def choose(path: str) -> bool | None:
+def choose(path: str) -> decode.Fast:
     """`name[+SETTING=number...]` -> decode's `fast`, with the settings of `tuning` changed accordingly."""
     name, *settings = path.split("+")
-    decode.decode_gluon = decode_gluon if name == "rows" else decode_keys
-    for key, value in (DEFAULTS | {k: int(v) for k, v in (x.split("=") for x in settings)}).items():
+    changed = {key: int(value) for key, value in (setting.split("=") for setting in settings)}
+    if unknown := changed.keys() - DEFAULTS.keys():
+        raise ValueError(f"{path}: tuning has no {', '.join(unknown)}")
+    for key, value in (DEFAULTS | changed).items():
         setattr(tuning, key, value)
     return PATHS[name]
 
@@ -139,7 +144,7 @@ class Pool:
         return result
 
 
-def gate(case: Case, dtype: torch.dtype, fast: bool | None) -> float:
+def gate(case: Case, dtype: torch.dtype, fast: decode.Fast) -> float:
     """Relative error against the oracle on a few short requests of the case's shape."""
     layout, heads = case.layout, case.kv_heads
     lengths = [case.q_len + n for n in (130, 700, 1291)]
@@ -172,7 +177,7 @@ def gate(case: Case, dtype: torch.dtype, fast: bool | None) -> float:
     out = torch.full((q.shape[0], q.shape[1], layout.v_size), float("nan"), dtype=dtype, device=DEVICE)
     numbers = dict(scale=layout.head_size**-0.5, sink_tokens=SINK, recent_tokens=RECENT)
     decode.decode(
-        q.to(DEVICE), body, window, table, window_table, lens, out, workspace_for(case, requests, heads), layout,
+        q.to(DEVICE), body, window, table, window_table, lens, out, workspace_for(case, requests, fast), layout,
         q_len=case.q_len, retained=retained, fast=fast, **numbers,
     )  # fmt: skip
     want = []
@@ -186,9 +191,10 @@ def gate(case: Case, dtype: torch.dtype, fast: bool | None) -> float:
     return float((out.float().cpu() - expected).norm() / expected.norm())
 
 
-def workspace_for(case: Case, requests: int, heads: int) -> torch.Tensor:
+def workspace_for(case: Case, requests: int, fast: decode.Fast) -> torch.Tensor:
+    heads = case.kv_heads
     size = decode.workspace_bytes(
-        requests, heads * case.group, case.layout.v_size, case.q_len, kv_heads=heads, device=DEVICE
+        requests, heads * case.group, case.layout.v_size, case.q_len, kv_heads=heads, device=DEVICE, fast=fast
     )
     return torch.empty(size, dtype=torch.uint8, device=DEVICE)
 
@@ -236,17 +242,17 @@ class Timer:
         return statistics.median(self.times[2:])
 
 
-def decode_timer(case: Case, pool: Pool, dtype: torch.dtype, fast: bool | None) -> Timer:
+def decode_timer(case: Case, pool: Pool, dtype: torch.dtype, fast: decode.Fast) -> Timer:
     layout, requests = case.layout, len(case.lengths)
     size = bytes_read(case)
     tables = pool.tables(case.lengths, max(1, min(8, 4 * L2_BYTES // size + 1)))
     lens = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
     q = torch.randn(requests * case.q_len, case.kv_heads * case.group, layout.head_size, device=DEVICE).to(dtype)
     out = torch.empty(q.shape[0], q.shape[1], layout.v_size, dtype=dtype, device=DEVICE)
-    work = workspace_for(case, requests, case.kv_heads)
+    work = workspace_for(case, requests, fast)
     plan = decode.plan_for(
         lens, torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE), q_heads=q.shape[1],
-        kv_heads=case.kv_heads, q_len=case.q_len, sink_tokens=SINK, recent_tokens=RECENT,
+        kv_heads=case.kv_heads, q_len=case.q_len, sink_tokens=SINK, recent_tokens=RECENT, fast=fast,
     )  # fmt: skip
 
     def call(table: torch.Tensor, window_table: torch.Tensor) -> Callable[[], None]:

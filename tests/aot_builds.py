@@ -25,7 +25,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from bie_kernels import decode, plan, prefill, store, tuning  # noqa: E402
+from bie_kernels import decode, gluon_tiles, plan, prefill, store, tuning  # noqa: E402
 from bie_kernels.layout import PAGE_TOKENS, PageLayout  # noqa: E402
 
 TYPES = {
@@ -94,14 +94,14 @@ def record(call, arch: int) -> list:  # noqa: ANN001 - a function that launches
     with (
         mock.patch.object(JITFunction, "__getitem__", launch),
         mock.patch.object(tuning, "capability", lambda device: (arch // 10, arch % 10)),
-        mock.patch.object(decode.decode_gluon, "capability", lambda device: (arch // 10, arch % 10)),
+        mock.patch.object(gluon_tiles, "capability", lambda device: (arch // 10, arch % 10)),
         mock.patch.object(plan, "multiprocessors", lambda device: sms),
     ):
         call()
     return launches
 
 
-def calls(layout: PageLayout, dtype: torch.dtype, group: int, q_len: int, fast: bool | None) -> dict:
+def calls(layout: PageLayout, dtype: torch.dtype, group: int, q_len: int, fast: decode.Fast) -> dict:
     """The launchers on small tensors, by family."""
     heads, requests = 8, 16
     tokens = requests * q_len
@@ -128,16 +128,16 @@ def calls(layout: PageLayout, dtype: torch.dtype, group: int, q_len: int, fast: 
             q, body, window, body_table, window_table, lens, out, workspace, layout, q_len=q_len, fast=fast, **attention
         ),
         "prefill": lambda: prefill.prefill(
-            q, k, v, body, window, body_table, window_table, starts, lens, out, layout,
-            **attention,
+            q, k, v, body, window, body_table, window_table, starts, lens, out, layout, **attention
         ),
     }  # fmt: skip
 
 
 def parse(name: str):  # noqa: ANN201
-    """`family-sm_90-d128-bf16[-gqaN][-qN][-g32][-head_dim][-gluon]` -> (launches' call, arch)."""
+    """`family-sm_90-d128-bf16[-gqaN][-qN][-g32][-head_dim][-gluon|-keys]` -> (launches' call, arch)."""
     family, *words = name.split("-")
-    arch, size, dtype, group, q_len, group_size, axis, fast = 90, 128, torch.bfloat16, 4, 1, 64, "channel", False
+    arch, size, dtype, group, q_len, group_size, axis = 90, 128, torch.bfloat16, 4, 1, 64, "channel"
+    fast: decode.Fast = False
     for word in words:
         if word.startswith("sm_"):
             arch = int(word[3:])
@@ -155,6 +155,8 @@ def parse(name: str):  # noqa: ANN201
             axis = "head_dim"
         elif word == "gluon":
             fast = True
+        elif word == "keys":
+            fast = "keys"
     layout = PageLayout(size, group_size=group_size, key_axis=axis)  # type: ignore[arg-type]
     return calls(layout, dtype, group, q_len, fast)[family], arch
 

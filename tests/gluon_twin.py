@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 import triton.experimental
 
+PARTS = ("gluon_tiles", "keys_tiles", "keys_queries", "keys_pages", "keys_window")
 KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "bie_kernels"
 
 
@@ -155,7 +156,8 @@ class Copies:
                 target.copy_(value)
 
 
-def _assembly(asm: str, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int) -> Any:
+def _assembly(asm: Any, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int) -> Any:
+    asm = _plain(asm)
     if "movmatrix" in asm:
         return Tensor(args[0].data.transpose(-1, -2).contiguous())
     if "lop3" in asm:
@@ -236,7 +238,7 @@ def twin(name: str, late: bool) -> types.ModuleType:
     made: dict[str, types.ModuleType] = {}
     gluon = modules["triton.experimental.gluon"]
     with mock.patch.dict(sys.modules, modules), mock.patch.object(triton.experimental, "gluon", gluon, create=True):
-        for part in ("gluon_tiles", name):
+        for part in (*PARTS, name):
             spec = importlib.util.spec_from_file_location(f"bie_kernels.{part}", KERNELS / f"{part}.py")
             made[part] = importlib.util.module_from_spec(spec)
             with mock.patch.dict(sys.modules, {f"bie_kernels.{k}": v for k, v in made.items()}):

@@ -7,11 +7,14 @@ head with all its query heads, dequantises in registers and writes a partial res
 need no masks; the few others (sinks, the edge of the recent window, prefix hits whose
 16-bit copies are gone) and the 16-bit window pages do.
 
-The plain Triton kernel here is the portable path. `decode_gluon` holds a faster one
-for the common shapes; both read one layout, one plan and write the same partials.
+The plain Triton kernel here is the portable path. `decode_gluon` holds a faster one for
+the common shapes, `decode_keys` its successor, which has not run on a card yet and is
+taken only when asked for. All read one layout and write the same partials.
 """
 
 from __future__ import annotations
+
+from typing import Literal, TypeAlias
 
 import torch
 import triton
@@ -40,9 +43,12 @@ from bie_kernels.tiles import (
 from bie_kernels.tuning import decode_tile, interpreted, overlaps
 
 try:
-    from bie_kernels import decode_keys as decode_gluon
+    from bie_kernels import decode_gluon, decode_keys
 except (ImportError, AttributeError):  # a Triton without Gluon, or with another one
-    decode_gluon = None  # type: ignore[assignment]
+    decode_gluon = decode_keys = None  # type: ignore[assignment]
+
+Fast: TypeAlias = bool | Literal["keys"] | None
+"""Kernel of a launch: the best verified one (None), `decode_gluon` (True), the plain one (False), `decode_keys`."""
 
 MAX_QUERY_TOKENS = 16
 """Query tokens per request of a decode or verify launch."""
@@ -165,6 +171,7 @@ def workspace_bytes(
     *,
     kv_heads: int,
     device: torch.device | str = "cuda",
+    fast: Fast = None,
 ) -> int:
     """Bytes of the workspace that serves every decode launch of up to `max_reqs` requests.
 
@@ -174,13 +181,14 @@ def workspace_bytes(
         head_size_v: channels of a value.
         max_q_len: largest query length, 1 plus the speculated tokens.
         device: whose number of multiprocessors counts.
+        fast: as in the launches.
     """
     device = torch.device(device)
     most = 0
     for q_len in range(1, max_q_len + 1):
         rows = q_heads // kv_heads * q_len
         for requests in {1, max_reqs}:
-            budget = _budget(requests, q_heads, kv_heads, q_len, device)
+            budget = _budget(requests, q_heads, kv_heads, q_len, device, fast)
             floats = plan_ints(requests, budget) + budget * kv_heads * rows * (head_size_v + 2)
             most = max(most, 4 * floats + 64)
     return most
@@ -195,17 +203,18 @@ def plan_for(
     q_len: int,
     sink_tokens: int,
     recent_tokens: int,
+    fast: Fast = None,
 ) -> torch.Tensor:
     """Plan a step's decode launches once, for all layers that share lengths and heads.
 
     Args:
         seq_lens: int32 [R]; workspace: any contiguous tensor with room for the plan,
-            which decode launches then must not use as theirs.
+            which decode launches then must not use as theirs; fast: as in the launches.
 
     Returns:
         int32 plan for `decode(plan=...)`.
     """
-    budget = _budget(seq_lens.shape[0], q_heads, kv_heads, q_len, seq_lens.device)
+    budget = _budget(seq_lens.shape[0], q_heads, kv_heads, q_len, seq_lens.device, fast)
     plan = _as_dtype(workspace, torch.int32)
     return make_plan(seq_lens, plan, q_len=q_len, budget=budget, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
 
@@ -215,9 +224,10 @@ def _as_dtype(workspace: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return workspace.reshape(-1).view(dtype)
 
 
-def _budget(requests: int, q_heads: int, kv_heads: int, q_len: int, device: torch.device) -> int:
+def _budget(requests: int, q_heads: int, kv_heads: int, q_len: int, device: torch.device, fast: Fast) -> int:
     rows = q_heads // kv_heads * q_len
-    return item_budget(requests, kv_heads, triton.cdiv(rows, tuning.ROWS_PER_PROGRAM), device)
+    share = tuning.KEYS_ROWS_PER_PROGRAM if fast == "keys" else tuning.ROWS_PER_PROGRAM
+    return item_budget(requests, kv_heads, triton.cdiv(rows, share), device)
 
 
 def decode(
@@ -238,7 +248,7 @@ def decode(
     retained: int,
     soft_cap: float = 0.0,
     plan: torch.Tensor | None = None,
-    fast: bool | None = None,
+    fast: Fast = None,
 ) -> None:
     """Attention of `q_len` query tokens per request; store and seal of the step come first.
 
@@ -257,7 +267,8 @@ def decode(
         sink_tokens, recent_tokens: the window in 16 bits; retained: see design, R.
         soft_cap: logits become cap * tanh(logits / cap) when positive.
         plan: from `plan_for` with the same lengths; made here when None.
-        fast: force (True) or forbid (False) the Gluon kernel; chosen when None.
+        fast: force (True) or forbid (False) the Gluon kernel; chosen when None. "keys" forces
+            `decode_keys`; workspace and plan must then have been made for it.
 
     Raises:
         ValueError: a shape, stride, dtype or number that the kernels do not take.
@@ -269,7 +280,7 @@ def decode(
         return
     q_heads = q.shape[1]
     rows = q_heads // heads * q_len
-    budget = _budget(requests, q_heads, heads, q_len, q.device)
+    budget = _budget(requests, q_heads, heads, q_len, q.device, fast)
     start = (plan_ints(requests, budget) + 3) // 4 * 4
     need = start + budget * heads * rows * (layout.v_size + 2)
     floats = _as_dtype(workspace, torch.float32)
@@ -284,10 +295,10 @@ def decode(
     size = budget * heads * rows
     acc = floats[start : start + size * layout.v_size].view(budget, heads, rows, layout.v_size)
     peak, total = floats[start + size * layout.v_size :][: 2 * size].view(2, budget, heads, rows)
-    able = decode_gluon is not None and decode_gluon.available(layout, soft_cap, q.device)
+    kernel = decode_keys if fast == "keys" else decode_gluon
+    able = kernel is not None and kernel.available(layout, soft_cap, q.device)
     require(able or not fast, "the Gluon kernel does not serve this layout, card or Triton")
-    fast = able if fast is None else fast
-    launch = decode_gluon.launch if fast else _launch
+    launch = kernel.launch if fast or (fast is None and able) else _launch
     launch(
         q, body, window, body_table, window_table, plan, acc, peak, total, layout, q_len=q_len,
         scale=scale, sink_tokens=sink_tokens, recent_tokens=recent_tokens, retained=retained, soft_cap=soft_cap,

@@ -35,31 +35,30 @@ from bie_kernels.gluon_tiles import (
     channel_meta,
     channels_to_mma,
     code_chunks,
+    copy_async,
     drop_rows,
     key_rows,
     key_tile,
+    launch_dependents,
     low_tile,
     pad_rows,
+    page_ranges,
     repeat8,
     rows_layout,
+    serves,
     slots_to_tokens,
+    token_of_slot,
     value_tile,
+    window_page_of,
+    window_range,
 )
 from bie_kernels.layout import PageLayout, window_page_tokens
-from bie_kernels.tiles import page_ranges as _page_ranges
-from bie_kernels.tiles import window_range as _window_range
-from bie_kernels.tuning import capability, interpreted, overlaps
+from bie_kernels.tiles import LOG2E, NEGATIVE, NEVER
+from bie_kernels.tuning import overlaps
 
 HEAD_SIZES = (64, 128)
 """Key and value head sizes of this kernel; others take the plain one."""
 
-_LOG2E = gl.constexpr(1.4426950408889634)
-_NEGATIVE = gl.constexpr(-1.0e30)
-_NEVER = gl.constexpr(1 << 30)  # a distance between positions beyond any context
-page_ranges = gluon.jit(_page_ranges.fn)
-window_range = gluon.jit(_window_range.fn)
-# Triton 3.9 renamed the copy.
-_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
 # -- steps --------------------------------------------------------------------
@@ -68,7 +67,7 @@ def _softmax(s, factor, mask, peak, total, MASKED: gl.constexpr, R: gl.constexpr
     """Online softmax of scores [R, N] times factor [R]; the row sums stay spread over 8 columns until the end."""
     TOTAL: gl.constexpr = rows_layout(R, 8)
     if MASKED:
-        s = gl.where(mask, s, _NEGATIVE)
+        s = gl.where(mask, s, NEGATIVE)
     new_peak = gl.maximum(peak, gl.max(s, 1) * factor)  # the factor is positive
     alpha = gl.exp2(peak - new_peak)
     p = gl.exp2(s * gl.expand_dims(factor, 1) - gl.expand_dims(new_peak, 1))
@@ -142,9 +141,9 @@ def _issue(p_page, ring_k, ring_v, ring_m, stage, D: gl.constexpr):
     """Start the copy of a page into a stage of the ring."""
     o = gl.arange(0, 16 * D, layout=CHUNKS)
     o_m = gl.arange(0, 4 * D, layout=CHUNKS)
-    _copy(ring_k.index(stage), p_page + o)
-    _copy(ring_v.index(stage), p_page + 16 * D + o)
-    _copy(ring_m.index(stage), p_page + 32 * D + o_m)
+    copy_async(ring_k.index(stage), p_page + o)
+    copy_async(ring_v.index(stage), p_page + 16 * D + o)
+    copy_async(ring_m.index(stage), p_page + 32 * D + o_m)
 
 
 @gluon.jit
@@ -156,12 +155,6 @@ def _value_rows(p_rows, s_wt, m_key, o_group):
     p = p_rows + o_group + gl.expand_dims(i_t, 0) * s_wt + gl.expand_dims(i_e, 1)
     v = gl.load(p, mask=gl.expand_dims(m, 0).broadcast_to([64, 16]), other=0.0)
     return gl.convert_layout(v, OPERAND_A, assert_trivial=True)
-
-
-@gluon.jit
-def _window_page(u, window_sinks, window_start):
-    """Window page of unit u: the sinks' first, then the recent ones."""
-    return gl.where(u < window_sinks, u, u - window_sinks + window_start)
 
 
 @gluon.jit
@@ -190,7 +183,7 @@ def _decode_rows(
     p_table = p_body_table + i_r * s_btr
     p_window_row = p_window_table + i_r * s_wtr
     p_head = p_body + i_h * s_bh  # int16 elements, as the strides
-    log_scale = scale * _LOG2E
+    log_scale = scale * LOG2E
 
     # Queries, channels in MMA order, a power of two taken off each row.
     i_row = row_0 + gl.arange(0, R, layout=gl.SliceLayout(1, Q))
@@ -206,7 +199,7 @@ def _decode_rows(
     q = (wide / gl.expand_dims(power, 1)).to(gl.float16)
     factor = gl.convert_layout(power * log_scale, gl.SliceLayout(1, P))
 
-    peak = gl.full([R], _NEGATIVE, gl.float32, gl.SliceLayout(1, P))
+    peak = gl.full([R], NEGATIVE, gl.float32, gl.SliceLayout(1, P))
     total = gl.full([R, 8], 0.0, gl.float32, rows_layout(R, 8))
     acc0 = gl.full([64, R], 0.0, gl.float32, MMA)
     acc1 = gl.full([64, R], 0.0, gl.float32, MMA)
@@ -257,10 +250,9 @@ def _decode_rows(
             _issue(p_head + block * s_bb, ring_k, ring_v, ring_m, 0, D)
             async_copy.commit_group()
             # The least distance at which a token is read in INT4. Padded rows compute nonsense for themselves.
-            least = gl.where(held, gl.where(pos < sink_tokens, _NEVER, recent_tokens), 0)
+            least = gl.where(held, gl.where(pos < sink_tokens, NEVER, recent_tokens), 0)
             mask = gl.expand_dims(q_pos, 1) - gl.expand_dims(pos, 0) >= gl.expand_dims(least, 0)
-            i_s = gl.arange(0, 64, layout=TOKEN_META)
-            token = ((i_s >> 2) & 3) * 16 + ((i_s >> 1) & 1) * 8 + (i_s >> 4) * 2 + (i_s & 1)
+            token = token_of_slot(gl.arange(0, 64, layout=TOKEN_META))
             async_copy.wait_group(0)
             peak, total, acc0, acc1, low = _page_step(
                 q, factor, ring_k, ring_v, ring_m, 0, mask, pos < seq_len, page * PAGE + token < seq_len,
@@ -277,11 +269,11 @@ def _decode_rows(
         o_out = row_0 + gl.arange(0, R, layout=gl.SliceLayout(1, W))
         w_pos = computed + o_out // G
         flat = gl.full([R], 1.0, gl.float32, gl.SliceLayout(1, W)) * log_scale
-        following = gl.load(p_window_row + _window_page(w_first, window_sinks, window_start)).to(gl.int64)
+        following = gl.load(p_window_row + window_page_of(w_first, window_sinks, window_start)).to(gl.int64)
         for u in range(w_first, w_last):
-            w_page = _window_page(u, window_sinks, window_start)
+            w_page = window_page_of(u, window_sinks, window_start)
             entry = following
-            ahead = _window_page(gl.minimum(u + 1, w_last - 1), window_sinks, window_start)
+            ahead = window_page_of(gl.minimum(u + 1, w_last - 1), window_sinks, window_start)
             following = gl.load(p_window_row + ahead).to(gl.int64)
             if entry > 0:
                 p_rows = p_window + entry * s_wp + i_h * s_wh
@@ -301,7 +293,7 @@ def _decode_rows(
                 pos = w_page * WINDOW_PAGE + gl.arange(0, 16, layout=gl.SliceLayout(0, W))
                 m_pos = (pos < seq_len) & ((pos < sink_tokens) | (pos >= computed - retained))
                 # 0 <= distance < bound, in one unsigned comparison.
-                bound = gl.where(m_pos, gl.where(pos < sink_tokens, _NEVER, recent_tokens), 0).to(gl.uint32)
+                bound = gl.where(m_pos, gl.where(pos < sink_tokens, NEVER, recent_tokens), 0).to(gl.uint32)
                 distance = (gl.expand_dims(w_pos, 1) - gl.expand_dims(pos, 0)).to(gl.uint32)
                 mask = distance < gl.expand_dims(bound, 0)
                 w_peak = gl.convert_layout(peak, gl.SliceLayout(1, W))
@@ -344,9 +336,7 @@ def decode_gluon_kernel(
 ):  # fmt: skip
     """One program: one item, one KV head, R rows; LAST (8 or 16) rows in the last tile of an item."""
     if PDL:  # the merge may set up while this runs
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+        launch_dependents()
     row_0 = gl.program_id(2) * R
     if gl.load(p_plan + o_items + 4 * gl.program_id(0)) < 0:  # fewer items than the budget
         return
@@ -366,17 +356,8 @@ def decode_gluon_kernel(
 
 # -- launcher -----------------------------------------------------------------
 def available(layout: PageLayout, soft_cap: float, device: torch.device) -> bool:
-    """Whether this kernel serves a launch: common shapes, a card from Ampere on, a known Triton."""
-    return (
-        not interpreted()
-        and capability(device) >= (8, 0)
-        and (3, 6) <= tuple(int(x) for x in triton.__version__.split(".")[:2]) <= (3, 9)
-        and layout.key_axis == "channel"
-        and layout.group_size == 64
-        and layout.head_size in HEAD_SIZES
-        and layout.v_size == layout.head_size
-        and soft_cap == 0.0
-    )
+    """Whether this kernel serves a launch."""
+    return serves(HEAD_SIZES, layout, soft_cap, device)
 
 
 STAGES = 2

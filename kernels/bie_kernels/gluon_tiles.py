@@ -8,10 +8,16 @@ layout conversion moves nothing between threads.
 
 from __future__ import annotations
 
+import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from bie_kernels.layout import PAGE_TOKENS
+from bie_kernels import tiles
+from bie_kernels.layout import PAGE_TOKENS, PageLayout
+from bie_kernels.tiles import UNPACK
+from bie_kernels.tuning import capability, interpreted
 
 PAGE = gl.constexpr(PAGE_TOKENS)
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
@@ -30,48 +36,6 @@ V_TILE = gl.constexpr(
         [[0, 1], [8, 0], [0, 8], [16, 0], [32, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [64, 16]
     )
 )
-
-
-KEY_META = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0], [0, 0], [0, 0], [0, 0]], [], [], [4, 8]
-    )
-)
-MINIMA = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], [], [], [8, 64]
-    )
-)
-WINDOW_KEYS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [], [], [16, 32]
-    )
-)
-WINDOW_VALUES = gl.constexpr(
-    gl.DistributedLinearLayout([[0, 1], [0, 8], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [16, 16])
-)
-
-
-@gluon.constexpr_function
-def blocks_layout(rows):
-    """An accumulator [rows, 8] seen as [rows // 8, 8, 8]."""
-    registers = [[0, 0, 1]] + [[1 << i, 0, 0] for i in range((rows // 8).bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        registers, [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [], [], [rows // 8, 8, 8]
-    )
-
-
-@gluon.constexpr_function
-def word_rows(words):
-    """Words of key codes [tokens and t, 2 words]: those of a thread in its registers."""
-    registers = [[0, 1 << i] for i in range((2 * words).bit_length() - 1)] + [[32, 0], [64, 0], [128, 0]]
-    return gl.DistributedLinearLayout(registers, [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]], [], [], [256, 2 * words])
-
-
-@gluon.constexpr_function
-def meta_chunks(columns):
-    """16 bytes a thread of a table with rows of `columns` halfwords."""
-    return gl.BlockedLayout([1, 8], [32 // (columns // 8), columns // 8], [1, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -108,6 +72,48 @@ def code_chunks(channels):
     return gl.BlockedLayout([channels // 16], [32], [1], [0])
 
 
+# -- of the plain kernels, and of this Triton -----------------------------------
+page_ranges = gluon.jit(tiles.page_ranges.fn)
+window_range = gluon.jit(tiles.window_range.fn)
+# Triton 3.9 renamed the copy and the barrier.
+copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+def serves(sizes: tuple[int, ...], layout: PageLayout, soft_cap: float, device: torch.device) -> bool:
+    """Whether a Gluon kernel for these sizes serves a launch: a common shape, Ampere or later, a known Triton."""
+    return (
+        not interpreted()
+        and capability(device) >= (8, 0)
+        and (3, 6) <= tuple(int(x) for x in triton.__version__.split(".")[:2]) <= (3, 9)
+        and layout.key_axis == "channel"
+        and layout.group_size == 64
+        and layout.head_size in sizes
+        and layout.v_size == layout.head_size
+        and soft_cap == 0.0
+    )
+
+
+@gluon.jit
+def launch_dependents():
+    """Lets the merge set up while this kernel runs."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def window_page_of(u, window_sinks, window_start):
+    """Window page of unit u: the sinks' first, then the recent ones."""
+    return gl.where(u < window_sinks, u, u - window_sinks + window_start)
+
+
+@gluon.jit
+def token_of_slot(i):
+    """Token of a page whose metadata is at slot i."""
+    return ((i >> 2) & 3) * 16 + ((i >> 1) & 1) * 8 + (i >> 4) * 2 + (i & 1)
+
+
 # -- unpacking ----------------------------------------------------------------
 _CODES_WITH_BASE = gl.constexpr("""
 {
@@ -121,28 +127,10 @@ lop3.b32 $3, s, 0x00F000F0, 0x54005400, 0xEA;
 """)
 """1024 + code (nibbles 0 and 2), 64 + code (1 and 3): the caller takes the base off."""
 
-_CODES = gl.constexpr("""
-{
-.reg .b32 s, a, b, c, d, base_low, base_high;
-lop3.b32 a, $4, 0x000F000F, 0x64006400, 0xEA;
-lop3.b32 b, $4, 0x00F000F0, 0x54005400, 0xEA;
-shr.u32 s, $4, 8;
-lop3.b32 c, s, 0x000F000F, 0x64006400, 0xEA;
-lop3.b32 d, s, 0x00F000F0, 0x54005400, 0xEA;
-mov.b32 base_low, 0xE400E400;
-mov.b32 base_high, 0xD400D400;
-add.rn.f16x2 $0, a, base_low;
-add.rn.f16x2 $1, b, base_high;
-add.rn.f16x2 $2, c, base_low;
-add.rn.f16x2 $3, d, base_high;
-}
-""")
-
-
 @gluon.jit
-def _unpack(x, EXACT: gl.constexpr):
+def unpack(x, EXACT: gl.constexpr):
     """int16 -> four fp16 codes; packed asm keeps pairs together."""
-    ASM: gl.constexpr = _CODES if EXACT else _CODES_WITH_BASE
+    ASM: gl.constexpr = UNPACK if EXACT else _CODES_WITH_BASE
     return gl.inline_asm_elementwise(
         ASM, "=r,=r,=r,=r,r", [x], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2
     )
@@ -151,59 +139,16 @@ def _unpack(x, EXACT: gl.constexpr):
 @gluon.jit
 def key_tile(x, D: gl.constexpr, EXACT: gl.constexpr):
     """Key codes of a page (int16 [16 D]) -> B operand [D, 64], channels in MMA order."""
-    a, b, c, d = _unpack(gl.reshape(x, [PAGE, 4, D // 32, 2]), EXACT)  # token, t, al, e
+    a, b, c, d = unpack(gl.reshape(x, [PAGE, 4, D // 32, 2]), EXACT)  # token, t, al, e
     y = gl.join(gl.join(a, c), gl.join(b, d))  # token, t, al, e, i1, i0
     y = gl.reshape(gl.permute(y, [2, 4, 5, 1, 3, 0]), [D, PAGE])  # al, i1, i0, t, e; token
     return gl.convert_layout(y, OPERAND_B, assert_trivial=True)
 
 
 @gluon.jit
-def split_words(x, WORDS: gl.constexpr):
-    """Key codes (int16 [tokens and t, 2 WORDS]) -> WORDS words of 8 channels, [tokens, t, e] each."""
-    x = gl.permute(gl.reshape(x, [PAGE, 4, WORDS, 2]), [0, 1, 3, 2])
-    if WORDS == 1:
-        words = (gl.reshape(x, [PAGE, 4, 2]),)
-    elif WORDS == 2:
-        a, b = gl.split(x)
-        words = (a, b)
-    else:
-        even, odd = gl.split(gl.reshape(x, [PAGE, 4, 2, 2, 2]))
-        a, c = gl.split(even)
-        b, d = gl.split(odd)
-        words = (a, b, c, d)
-    return words
-
-
-@gluon.jit
-def key_operand(x):
-    """One word a token and thread (int16 [tokens, t, e]) -> A operand [64 tokens, 32 channels], MMA order."""
-    a, b, c, d = _unpack(x, True)
-    y = gl.join(gl.join(a, c), gl.join(b, d))  # token, t, e, i1, i0
-    y = gl.reshape(gl.permute(y, [0, 3, 4, 1, 2]), [PAGE, 32])
-    return gl.convert_layout(y, OPERAND_A, assert_trivial=True)
-
-
-@gluon.jit
-def query_operand(x):
-    """16-bit [256] in the order of fragments -> B operand [32 channels, 8 rows]."""
-    y = gl.permute(gl.reshape(x, [8, 4, 2, 2, 2]), [2, 3, 1, 4, 0])  # g, t, i1, i0, e
-    return gl.convert_layout(gl.reshape(y, [32, 8]), OPERAND_B, assert_trivial=True)
-
-
-@gluon.jit
-def transposed(x):
-    """16-bit [..., 8, 8], rows over lanes, pairs of columns a thread: the blocks transposed, in place."""
-    bits = gl.inline_asm_elementwise(
-        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x.to(gl.int16, bitcast=True)], dtype=gl.int16,
-        is_pure=True, pack=2,
-    )  # fmt: skip
-    return bits.to(x.dtype, bitcast=True)
-
-
-@gluon.jit
 def value_tile(x, CHANNELS: gl.constexpr):
     """Value codes (int16 [16 CHANNELS]) -> A operand [CHANNELS, 64], everything in natural order."""
-    a, b, c, d = _unpack(gl.reshape(x, [CHANNELS // 16, 8, 4, 4, 2]), True)  # j, g, t, x, e
+    a, b, c, d = unpack(gl.reshape(x, [CHANNELS // 16, 8, 4, 4, 2]), True)  # j, g, t, x, e
     y = gl.join(gl.join(a, c), gl.join(b, d))  # j, g, t, x, e, i1, i0
     y = gl.reshape(gl.permute(y, [0, 6, 1, 3, 5, 2, 4]), [CHANNELS, PAGE])  # j, i0, g; x, i1, t, e
     return gl.convert_layout(y, OPERAND_A, assert_trivial=True)

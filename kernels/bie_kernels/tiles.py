@@ -25,14 +25,16 @@ from bie_kernels.store import token_slot
 
 _PAGE = tl.constexpr(PAGE_TOKENS)
 LOG2E = tl.constexpr(1.4426950408889634)
-_NEVER = tl.constexpr(1 << 30)
+NEVER = tl.constexpr(1 << 30)
+"""A distance between positions beyond any context."""
+
 NEGATIVE = tl.constexpr(-1.0e30)
 """Stands for minus infinity: finite, so that a row without keys makes no NaN."""
 
 WINDOW_WEIGHT = tl.constexpr(2)
 """Units of a window page: as many bytes as a body page, but read without a pipeline."""
 
-_UNPACK = tl.constexpr("""
+UNPACK = tl.constexpr("""
 {
 .reg .b32 s, a, b, c, d, base_low, base_high;
 lop3.b32 a, $4, 0x000F000F, 0x64006400, 0xEA;
@@ -56,7 +58,7 @@ def unpack(x, ASM: tl.constexpr):
     """int16 -> its four codes as fp16, lowest nibble first. Both ways give the same bits."""
     if ASM:
         return tl.inline_asm_elementwise(
-            _UNPACK, "=r,=r,=r,=r,r", [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            UNPACK, "=r,=r,=r,=r,r", [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True, pack=2,
         )  # fmt: skip
     else:
@@ -93,14 +95,14 @@ def int4_mask(q_pos, k_pos, held, sink_tokens, recent_tokens):
 
     Returns the least distance of each key as well; sinks that are held have one beyond any context.
     """
-    least = tl.where(held, tl.where(k_pos < sink_tokens, _NEVER, recent_tokens), 0)
+    least = tl.where(held, tl.where(k_pos < sink_tokens, NEVER, recent_tokens), 0)
     return q_pos[:, None] - k_pos[None, :] >= least[None, :], least
 
 
 @triton.jit
 def window_mask(q_pos, k_pos, m_key, sink_tokens, recent_tokens):
     """[rows, keys] that are read in 16 bits, of the keys `m_key`: 0 <= distance < bound in one comparison."""
-    bound = tl.where(m_key, tl.where(k_pos < sink_tokens, _NEVER, recent_tokens), 0).to(tl.uint32)
+    bound = tl.where(m_key, tl.where(k_pos < sink_tokens, NEVER, recent_tokens), 0).to(tl.uint32)
     return (q_pos[:, None] - k_pos[None, :]).to(tl.uint32) < bound[None, :]
 
 

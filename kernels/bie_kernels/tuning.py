@@ -18,14 +18,17 @@ from bie_kernels.layout import PageLayout
 PROGRAMS_PER_SM = 8
 """Decode programs per multiprocessor, one wave: more splits cost more than they balance."""
 
-ROWS_PER_PROGRAM = 24
-"""Query rows that one decode program serves; more rows of a KV head share the wave."""
+ROWS_PER_PROGRAM = 16
+"""Rows of the MMA tiles that the programs of one KV head share a wave by."""
 
-MAX_TILES, WIDE_MAX_TILES = 3, 2
-"""Tiles of 8 rows of a Gluon decode program: what the registers hold, up to 128 channels and beyond."""
+KEYS_ROWS_PER_PROGRAM = 24
+"""The same for `decode_keys`, whose programs serve up to so many rows."""
 
-STAGES, WIDE_STAGES = 2, 1
-"""Pages in the Gluon decode kernel's ring, likewise: about 19 KiB."""
+KEYS_TILES, KEYS_WIDE_TILES = 3, 2
+"""Tiles of 8 rows of a `decode_keys` program: what the registers hold, up to 128 channels and beyond."""
+
+KEYS_STAGES, KEYS_WIDE_STAGES = 2, 1
+"""Pages in its ring, likewise: about 19 KiB."""
 
 SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 """KiB that one program may use, by compute capability."""
@@ -80,8 +83,8 @@ def decode_tile(rows: int) -> DecodeTile:
 
 
 @dataclass(frozen=True)
-class GluonTile:
-    """How the Gluon decode kernel cuts rows: programs, tiles of 8 rows of each and of the last, pages in the ring."""
+class KeysTile:
+    """How `decode_keys` cuts rows: programs, tiles of 8 rows of each and of the last, pages in the ring."""
 
     programs: int
     tiles: int
@@ -89,13 +92,13 @@ class GluonTile:
     stages: int
 
 
-def gluon_tile(rows: int, head_size: int) -> GluonTile:
-    """Tile of the Gluon decode kernel, rows spread evenly over the fewest programs."""
-    most, stages = (MAX_TILES, STAGES) if head_size <= 128 else (WIDE_MAX_TILES, WIDE_STAGES)
+def keys_tile(rows: int, head_size: int) -> KeysTile:
+    """Tile of `decode_keys`, rows spread evenly over the fewest programs."""
+    most, stages = (KEYS_TILES, KEYS_STAGES) if head_size <= 128 else (KEYS_WIDE_TILES, KEYS_WIDE_STAGES)
     total = -(-rows // 8)
     programs = -(-total // most)
     tiles = -(-total // programs)
-    return GluonTile(programs, tiles, total - tiles * (programs - 1), stages)
+    return KeysTile(programs, tiles, total - tiles * (programs - 1), stages)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of `decode_keys` over packed pages: copies, scores, softmax, values."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from bie_kernels.gluon_tiles import (
+    CHUNKS,
+    MMA,
+    OPERAND_B,
+    PAGE,
+    TOKEN_META,
+    barrier,
+    copy_async,
+    rows_layout,
+    slots_to_tokens,
+    token_of_slot,
+    value_tile,
+)
+from bie_kernels.keys_queries import query_tile
+from bie_kernels.keys_tiles import (
+    KEY_META,
+    MINIMA,
+    STATS,
+    key_operand,
+    meta_chunks,
+    over_blocks,
+    row_blocks,
+    scaled_columns,
+    small_mma,
+    split_words,
+    weight_operand,
+    word_rows,
+)
+from bie_kernels.tiles import NEGATIVE
+
+
+@gluon.jit
+def issue_keys(p_page, ring_k, ring_km, stage, D: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr):
+    """Start the copy of a page's key codes and metadata: PARTS parts of HALF channels, the last one padded."""
+    i = gl.arange(0, 16 * HALF, layout=CHUNKS)
+    for part in gl.static_range(PARTS):
+        column = part * (HALF // 4) + i % (HALF // 4)
+        p_codes = p_page + (i // (HALF // 4)) * (D // 4) + column
+        if D % HALF == 0:
+            copy_async(ring_k.index(stage * PARTS + part), p_codes)
+        else:
+            copy_async(ring_k.index(stage * PARTS + part), p_codes, column < D // 4)
+    META: gl.constexpr = meta_chunks(HALF // 4)
+    row = gl.expand_dims(gl.arange(0, 8 * PARTS, layout=gl.SliceLayout(1, META)), 1)
+    channel = (row % (4 * PARTS)) * (HALF // 4) + gl.expand_dims(
+        gl.arange(0, HALF // 4, layout=gl.SliceLayout(0, META)), 0
+    )
+    p_meta = p_page + 32 * D + (row // (4 * PARTS)) * D + channel
+    if D == HALF * PARTS:
+        copy_async(ring_km.index(stage), p_meta)
+    else:
+        copy_async(ring_km.index(stage), p_meta, channel < D)
+
+
+@gluon.jit
+def issue_values(p_page, ring_v, ring_vs, ring_vm, stage, D: gl.constexpr, VB: gl.constexpr):
+    """Start the copy of a page's value codes, VB channels at a time, and metadata."""
+    i = gl.arange(0, 16 * VB, layout=CHUNKS)
+    for block in gl.static_range(D // VB):
+        copy_async(ring_v.index(stage * (D // VB) + block), p_page + 16 * D + block * (16 * VB) + i)
+    GROUPS: gl.constexpr = (D + 63) // 64
+    META: gl.constexpr = meta_chunks(64)
+    PADDED: gl.constexpr = ring_vs.shape[1] // 64
+    i_s = gl.arange(0, 64 * PADDED, layout=CHUNKS)
+    i_m = 64 * gl.expand_dims(gl.arange(0, PADDED, layout=gl.SliceLayout(1, META)), 1)
+    i_m = i_m + gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, META)), 0)
+    minima = ring_vm.index(stage).slice(0, PADDED, 0)
+    if GROUPS == PADDED:
+        copy_async(ring_vs.index(stage), p_page + 34 * D + i_s)
+        copy_async(minima, p_page + 34 * D + 64 * GROUPS + i_m)
+    else:
+        copy_async(ring_vs.index(stage), p_page + 34 * D + i_s, i_s < 64 * GROUPS)
+        copy_async(minima, p_page + 34 * D + 64 * GROUPS + i_m, i_m < 64 * GROUPS)
+
+
+@gluon.jit
+def _key_meta(ring_km, stage, row: gl.constexpr, chunk: gl.constexpr):
+    """fp16 metadata of a chunk of 32 channels, in MMA order, in thread t's registers."""
+    x = ring_km.index(stage).slice(row, 4, 0).slice(8 * chunk, 8, 1).load(KEY_META)
+    x = gl.reshape(x.to(gl.float16, bitcast=True), [4, 4, 2])  # t, (i1, i0), e
+    return gl.reshape(gl.permute(x, [1, 0, 2]), [32])
+
+
+@gluon.jit
+def page_scores(
+    ring_q, ring_k, ring_km, stage,
+    D: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr, T: gl.constexpr, LOAD: gl.constexpr,
+):  # fmt: skip
+    """Products of the codes with the scaled queries, T of [64 keys, 8 rows], and what the minima add, T of [8, 8]."""
+    scores = ()
+    bias = ()
+    for _ in gl.static_range(T):
+        scores = scores + (gl.full([PAGE, 8], 0.0, gl.float32, MMA),)
+        bias = bias + (gl.full([8, 8], 0.0, gl.float32, STATS),)
+    WORDS: gl.constexpr = HALF // 32
+    for part in gl.static_range(PARTS):
+        codes = ring_k.index(stage * PARTS + part).reshape([4 * PAGE, HALF // 16])  # [token and t, its words]
+        words = ()
+        for word in gl.static_range(WORDS):
+            if 128 * part + 8 * word < D:
+                if word % LOAD == 0:
+                    if T > 1 and word > 0:
+                        barrier()
+                    words = split_words(codes.slice(2 * word, 2 * LOAD, 1).load(word_rows(LOAD)), LOAD)
+                scale = _key_meta(ring_km, stage, 4 * part, word)
+                minimum = _key_meta(ring_km, stage, 4 * (PARTS + part), word)
+                scale = gl.convert_layout(scale, gl.SliceLayout(1, OPERAND_B), assert_trivial=True)
+                minimum = gl.convert_layout(minimum, gl.SliceLayout(0, rows_layout(8, 32)), assert_trivial=True)
+                minima = gl.expand_dims(minimum, 0).broadcast_to([8, 32])
+                keys = key_operand(words[word % LOAD])
+                new_scores = ()
+                new_bias = ()
+                for tile in gl.static_range(T):
+                    q = query_tile(ring_q, tile, part * WORDS + word, gl.float16)
+                    new_bias = new_bias + (small_mma(minima, q, bias[tile]),)
+                    new_scores = new_scores + (mma_v2(keys, q * gl.expand_dims(scale, 1), scores[tile]),)
+                scores = new_scores
+                bias = new_bias
+    return scores, bias
+
+
+@gluon.jit
+def add_page_values(
+    weights, alpha, acc, low, ring_v, ring_vs, ring_vm, stage, tokens,
+    D: gl.constexpr, T: gl.constexpr, VB: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """acc = acc * alpha + codes.(p * scale); acc is D // VB blocks of T tiles.
+
+    low = low * alpha + p times the minima of the groups (rows 0 to 3) and ones (row 4).
+    """
+    new_acc = ()
+    new_low = ()
+    scaled = weights
+    for block in gl.static_range(D // VB):
+        if T > 1 and block > 0:
+            barrier()
+        if (block * VB) % 64 == 0:
+            scale = ring_vs.index(stage).slice(block * VB, 64).load(TOKEN_META)
+            scale = scale.to(gl.float16, bitcast=True)
+            if MASKED:  # unwritten values: 0 * NaN is NaN
+                scale = gl.where(token_of_slot(gl.arange(0, 64, layout=TOKEN_META)) < tokens, scale, 0.0).to(gl.float16)
+            scale = gl.expand_dims(slots_to_tokens(scale, gl.SliceLayout(1, OPERAND_B)), 1)
+            scaled = ()
+            for tile in gl.static_range(T):
+                scaled = scaled + (weights[tile] * scale,)
+        values = value_tile(ring_v.index(stage * (D // VB) + block).load(CHUNKS), VB)
+        for tile in gl.static_range(T):
+            new_acc = new_acc + (mma_v2(values, scaled[tile], scaled_columns(acc[block * T + tile], alpha[tile], VB)),)
+    minima = ring_vm.index(stage).load(MINIMA).to(gl.float16, bitcast=True)
+    if MASKED:
+        written = token_of_slot(gl.arange(0, 64, layout=gl.SliceLayout(0, MINIMA))) < tokens
+        minima = gl.where(gl.expand_dims(written, 0), minima, 0.0).to(gl.float16)
+    minima = gl.permute(gl.reshape(minima, [8, 4, 4, 2, 2]), [0, 2, 3, 1, 4])  # row, t, x, i1, e
+    minima = gl.convert_layout(gl.reshape(minima, [8, PAGE]), rows_layout(8, PAGE), assert_trivial=True)
+    for tile in gl.static_range(T):
+        new_low = new_low + (small_mma(minima, weights[tile], low[tile] * alpha[tile]),)
+    return new_acc, new_low
+
+
+@gluon.jit
+def _softmax(s, factor, bias, mask, peak, N: gl.constexpr, MASKED: gl.constexpr):
+    """Online softmax of (s + bias) times factor, s [N keys, 8 rows]: (p as [N // 8, 8, 8], alpha, peak)."""
+    shift = bias * factor
+    if MASKED:
+        s = gl.where(mask, s, NEGATIVE)
+    s = row_blocks(s, N)
+    top = gl.convert_layout(gl.max(s, 0), STATS, assert_trivial=True)
+    top = gl.expand_dims(gl.max(top, 0), 0).broadcast_to([8, 8])
+    new_peak = gl.maximum(peak, top * factor + shift)  # the factor is positive
+    alpha = gl.exp2(peak - new_peak)
+    p = gl.exp2(s * over_blocks(factor, N) + over_blocks(shift - new_peak, N))
+    if MASKED:
+        p = gl.where(row_blocks(mask, N), p, 0.0)
+    return p, alpha, new_peak
+
+
+@gluon.jit
+def softmax_tiles(
+    scores, bias, ring_f, log_scale, q_pos, pos, bound, peak, T: gl.constexpr, N: gl.constexpr, MASKED: gl.constexpr,
+    dtype: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """`_softmax` of every tile: (B operands, alphas, peaks).
+
+    A key counts for queries from position `bound` on (MASKED), or at a distance from 0 to below `bound` (WINDOW).
+    """
+    weights = ()
+    alphas = ()
+    peaks = ()
+    for tile in gl.static_range(T):
+        mask = None
+        if WINDOW:
+            mask = (gl.expand_dims(q_pos[tile], 0) - gl.expand_dims(pos, 1)).to(gl.uint32) < gl.expand_dims(bound, 1)
+        elif MASKED:
+            mask = gl.expand_dims(q_pos[tile], 0) >= gl.expand_dims(bound, 1)
+        if WINDOW:
+            factor = gl.full([8, 8], 1.0, gl.float32, STATS) * log_scale
+            shift = gl.full([8, 8], 0.0, gl.float32, STATS)
+        else:
+            factor = gl.expand_dims(ring_f.index(tile).load(gl.SliceLayout(0, STATS)), 0).broadcast_to([8, 8])
+            shift = bias[tile]
+        p, alpha, top = _softmax(scores[tile], factor, shift, mask, peak[tile], N, MASKED)
+        weights = weights + (weight_operand(p.to(dtype), N),)
+        alphas = alphas + (alpha,)
+        peaks = peaks + (top,)
+    return weights, alphas, peaks

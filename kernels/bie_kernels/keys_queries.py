@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queries of `decode_keys`, kept in shared memory as fragments: registers are short."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from bie_kernels.gluon_tiles import CHUNKS, rows_layout
+from bie_kernels.keys_tiles import query_operand
+
+
+@gluon.jit
+def store_queries(
+    ring_q, ring_f, p_q, row_0, i_r, i_h, s_qt, s_qh, log_scale, q_len: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
+    HALF: gl.constexpr, PARTS: gl.constexpr, T: gl.constexpr, RAW: gl.constexpr,
+):  # fmt: skip
+    """Query rows to shared memory as B fragments of 32 channels.
+
+    RAW: as they are, 8 consecutive channels a thread of each chunk (16-bit windows).
+    Otherwise in the order of the codes, fp16, a power of two taken off each row; ring_f gets
+    what the scores must be multiplied with.
+    """
+    BD: gl.constexpr = HALF * PARTS
+    Q: gl.constexpr = rows_layout(8, BD)
+    i_k = gl.arange(0, BD, layout=gl.SliceLayout(0, Q))
+    if RAW:
+        i_c = (i_k & ~31) + 8 * ((i_k >> 1) & 3) + 2 * ((i_k >> 3) & 3) + (i_k & 1)
+    else:
+        i_c = i_k % HALF
+        i_c = (HALF // 4) * ((i_c >> 1) & 3) + 8 * (i_c >> 5) + 2 * ((i_c >> 3) & 3) + (i_c & 1)
+        i_c = i_k // HALF * HALF + i_c
+    for tile in gl.static_range(T):
+        i_row = row_0 + 8 * tile + gl.arange(0, 8, layout=gl.SliceLayout(1, Q))
+        o_row = (i_r * q_len + i_row // G).to(gl.int64) * s_qt + (i_h * G + i_row % G) * s_qh
+        m_q = gl.expand_dims(i_row < G * q_len, 1) & gl.expand_dims(i_c < D, 0)
+        q = gl.load(p_q + gl.expand_dims(o_row, 1) + gl.expand_dims(i_c, 0), mask=m_q, other=0.0)
+        if not RAW:
+            wide = q.to(gl.float32)
+            size = gl.max(gl.abs(wide), 1)
+            power = (size.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+            power = gl.where((size > 1.0e-30) & (size < 1.0e30), power, 1.0)
+            q = (wide / gl.expand_dims(power, 1)).to(gl.float16)
+            ring_f.index(tile).store(power * log_scale)
+        bits = gl.reshape(q.to(gl.int16, bitcast=True), [8, BD // 32, 2, 2, 4, 2])  # g, chunk, i1, i0, t, e
+        bits = gl.reshape(gl.permute(bits, [1, 0, 4, 2, 3, 5]), [8 * BD])
+        ring_q.index(tile).store(bits)
+
+
+@gluon.jit
+def query_tile(ring_q, tile: gl.constexpr, chunk: gl.constexpr, dtype: gl.constexpr):
+    """B operand [32 channels, 8 rows] of a tile."""
+    return query_operand(ring_q.index(tile).slice(256 * chunk, 256).load(CHUNKS).to(dtype, bitcast=True))
