@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import triton.experimental
+import triton.language
 
 PARTS = ("gluon_tiles", "keys_tiles", "keys_queries", "keys_pages", "keys_window")
 KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "bie_kernels"
@@ -156,8 +157,7 @@ class Copies:
                 target.copy_(value)
 
 
-def _assembly(asm: Any, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int) -> Any:
-    asm = _plain(asm)
+def _assembly(asm: str, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int) -> Any:
     if "movmatrix" in asm:
         return Tensor(args[0].data.transpose(-1, -2).contiguous())
     if "lop3" in asm:
@@ -243,6 +243,8 @@ def twin(name: str, late: bool) -> types.ModuleType:
             made[part] = importlib.util.module_from_spec(spec)
             with mock.patch.dict(sys.modules, {f"bie_kernels.{k}": v for k, v in made.items()}):
                 spec.loader.exec_module(made[part])
+            constants = {k: v.value for k, v in vars(made[part]).items() if isinstance(v, triton.language.constexpr)}
+            vars(made[part]).update(constants)  # those of the plain kernels
     module = made[name]
     module.available = lambda layout, soft_cap, device: True
     return module

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Gluon decode kernel without a GPU: its Python on torch tensors against the oracle (see `gluon_twin`)."""
+"""`decode_keys` without a GPU: its Python on torch tensors against the oracle (see `gluon_twin`).
+
+Copies that arrive late find reads that come before their wait, copies that arrive at once
+find places that are refilled too early. A part of the matrix is quick, the rest slow.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Callable
 from functools import lru_cache
 
 import pytest
@@ -20,29 +26,55 @@ from bie_kernels.layout import PageLayout  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel itself is tested on a card")
 cached_twin = lru_cache(twin)
+FP16, BF16 = torch.float16, torch.bfloat16
 
 
-@pytest.fixture(autouse=True, params=[True, False], ids=["late", "at once"])
-def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "decode_gluon", cached_twin("decode_keys", request.param))
+def matrix(quick: Callable[..., bool], *axes: tuple) -> list:
+    """All combinations; those that are not quick are slow."""
+    return [pytest.param(*x, marks=() if quick(*x) else pytest.mark.slow) for x in itertools.product(*axes)]
 
 
-@pytest.mark.parametrize("size", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_lengths_around_pages(size: int, dtype: torch.dtype) -> None:
+@pytest.fixture(autouse=True)
+def _kernel(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "decode_keys", cached_twin("decode_keys", late))
+
+
+def _quick_lengths(late: bool, dtype: torch.dtype, size: int) -> bool:
+    return dtype == BF16 if late else dtype == FP16 and size in (64, 256)
+
+
+@pytest.mark.parametrize(
+    ("late", "dtype", "size"), matrix(_quick_lengths, (True, False), (FP16, BF16), (64, 96, 128, 192, 256))
+)
+def test_lengths_around_pages(late: bool, dtype: torch.dtype, size: int) -> None:
     lengths = [1, 63, 64, 65, 129, 136, 137, 330] if size == 128 else [70, 337]
-    check(lengths, PageLayout(size), dtype=dtype, heads=1, pad_requests=1, fast=True)
+    check(lengths, PageLayout(size), dtype=dtype, heads=1, pad_requests=1, fast="keys")
 
 
-@pytest.mark.parametrize(("group", "q_len"), [(1, 1), (8, 1), (16, 1), (4, 6), (5, 9)])
-def test_rows(group: int, q_len: int) -> None:
-    check([q_len, 140, 330], PageLayout(64), group=group, q_len=q_len, heads=1, lookahead=q_len - 1, fast=True)
-    check([200], PageLayout(192), group=group, q_len=q_len, heads=1, lookahead=q_len - 1, fast=True)
+@pytest.mark.parametrize(
+    ("late", "rows", "size"),
+    matrix(
+        lambda late, rows, size: (late, rows, size) in [(True, (4, 6), 64), (False, (16, 1), 64), (True, (8, 1), 192)],
+        (True, False), ((1, 1), (8, 1), (16, 1), (4, 6), (5, 9)), (64, 192),
+    ),
+)  # fmt: skip
+def test_rows(late: bool, rows: tuple[int, int], size: int) -> None:
+    """Query heads of a KV head times query tokens: 8 to 24 rows a program, and programs that differ."""
+    group, q_len = rows
+    lengths = [q_len, 140, 330] if size == 64 else [200]
+    check(lengths, PageLayout(size), group=group, q_len=q_len, heads=1, lookahead=q_len - 1, fast="keys")
 
 
-@pytest.mark.parametrize("options", [
-    {"sink_tokens": 0}, {"sink_tokens": 100}, {"dropped": True}, {"recent_tokens": 64},
-    {"dtype": torch.bfloat16, "q_scale": 300.0, "spread": 20000.0, "offset": 0.0, "limit": 0.02},
-])  # fmt: skip
-def test_windows_and_ranges(options: dict) -> None:
-    check([64 * 3 + 17, 400], PageLayout(64), heads=1, fast=True, **options)
+@pytest.mark.parametrize(
+    ("late", "options"),
+    matrix(
+        lambda late, options: late,
+        (True, False),
+        (
+            {"sink_tokens": 0}, {"sink_tokens": 100}, {"dropped": True}, {"recent_tokens": 64},
+            {"dtype": BF16, "q_scale": 300.0, "spread": 20000.0, "offset": 0.0, "limit": 0.02},
+        ),
+    ),
+)  # fmt: skip
+def test_windows_and_ranges(late: bool, options: dict) -> None:
+    check([64 * 3 + 17, 400], PageLayout(64), heads=1, fast="keys", **options)
