@@ -19,6 +19,8 @@ BUILDS = [
     "decode-sm_90-d128-bf16-gluon", "decode-sm_90-d128-bf16-gqa16-gluon", "decode-sm_100-d128-bf16-gluon",
     "decode-sm_120-d128-bf16-gluon",
     "decode-sm_90-d128-bf16-q6-gluon", "decode-sm_89-d128-bf16-q6-gluon", "decode-sm_80-d64-bf16-q6",
+    "decode-sm_90-d128-bf16-keys", "decode-sm_89-d256-bf16-keys", "decode-sm_86-d96-fp16-keys",
+    "decode-sm_120-d64-bf16-gqa16-keys", "decode-sm_90-d128-bf16-q6-keys",
     "prefill-sm_80-d64-fp16", "prefill-sm_90-d128-bf16", "prefill-sm_120-d128-bf16",
     "store-sm_86-d64-fp16", "store-sm_90-d128-bf16", "seal-sm_89-d64-bf16", "seal-sm_90-d128-bf16",
 ]  # fmt: skip
@@ -31,8 +33,12 @@ MATRIX = [
         ("decode", ""), ("decode", "-gqa16"), ("decode", "-head_dim"), ("decode", "-g32"), ("decode", "-q6"),
         ("prefill", ""), ("prefill", "-head_dim"), ("store", ""), ("store", "-head_dim"), ("seal", ""),
         *((("decode", "-gluon"), ("decode", "-q6-gluon")) if size in (64, 128) else ()),
+        *((("decode", "-keys"), ("decode", "-gqa16-keys"), ("decode", "-q6-keys")) if size not in (80, 112) else ()),
     )
 ]  # fmt: skip
+SPILLS = {"decode-sm_90-d128-bf16-q6-keys": 64}
+"""Bytes of stack that a named build may take: 24 rows need every register, the rest goes around the loops."""
+
 SMALL_SHARED_MEMORY = (86, 89, 120)
 LIMIT = 99 * 1024
 
@@ -59,7 +65,7 @@ def check(name: str) -> None:
         if row["sm"] in SMALL_SHARED_MEMORY:
             assert row["shared"] <= LIMIT
         if name in BUILDS and row["kernel"].startswith("decode"):
-            assert row["stack"] == row["local"] == 0, f"{name}: {row['kernel']} spills"
+            assert row["local"] == 0 and row["stack"] <= SPILLS.get(name, 0), f"{name}: {row['kernel']} spills"
 
 
 @pytest.mark.parametrize("name", BUILDS)
