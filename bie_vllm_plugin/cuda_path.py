@@ -34,6 +34,10 @@ for its launches (H200: first token of a 1k prompt after 68 ms with slices, of `
 """
 
 
+FLASH_TOKENS = 4096
+"""From so many tokens on the rest of the model keeps the device busy while the host launches."""
+
+
 @dataclass(frozen=True)
 class FlashLimits:
     """How flash attention's calls are cut (see `flash_plan`), and when it is used.
@@ -98,7 +102,7 @@ def _flash_part(common: Any, decodes: int, limits: FlashLimits) -> tuple[int, li
     for i in range(first, requests):
         rows = starts[i + 1] - starts[i]
         pairs += rows * (seq_lens[i] - rows / 2)
-    if pairs * limits.pair_work < limits.least_work:
+    if pairs * limits.pair_work < limits.least_work and starts[requests] - starts[first] < FLASH_TOKENS:
         return None
     return first, [s - starts[first] for s in starts[first : requests + 1]], seq_lens[first:requests]
 

@@ -47,6 +47,7 @@ def test_little_work_stays_in_one_launch() -> None:
     s = split([(0, 1024)])
     assert s.plan is None and s.starts.tolist() == [0, 1024]
     assert split([(65536, 100)]).plan is None
+    assert split([(0, 2048)] * 4).plan is not None  # no more work, but the device has enough else to do
 
 
 def test_without_flash_attention_all_is_fused() -> None:
