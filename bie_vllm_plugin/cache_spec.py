@@ -41,6 +41,11 @@ def lookahead_tokens(vllm_config: VllmConfig) -> int:
     return 0 if spec is None else int(spec.num_speculative_tokens or 0)
 
 
+def drafted_ahead_tokens(vllm_config: VllmConfig) -> int:
+    """Tokens behind a step's own for which the scheduler takes pages: a drafter with a cache writes there."""
+    return int(vllm_config.num_lookahead_tokens)
+
+
 def rule_of(vllm_config: VllmConfig) -> Rule:
     """The position rule of this engine."""
     settings = Int4AsymConfig.from_vllm(vllm_config)
@@ -54,6 +59,16 @@ class BodySpec(FullAttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DrafterSpec(BodySpec):
+    """Dense 64-token pages of a layer of the draft model.
+
+    vLLM puts it into the group of the bodies, which is what makes drafting right: the V1
+    runner hands a draft model the block table of group 0, whatever the drafter's own group
+    is. A type of its own, so that a group that a drafter leads is recognised and refused.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class WindowSpec(SlidingWindowSpec):
     """Sinks and recent window of one layer in 16 bits.
 
@@ -61,7 +76,8 @@ class WindowSpec(SlidingWindowSpec):
         sink_tokens, recent_tokens: the position rule's.
         strict: prefix hits need the window pages.
         retention_interval: vLLM's prefix_cache_retention_interval.
-        step_tokens: tokens that a decode step may add, drafts included.
+        step_tokens: tokens that a decode step may take pages for, drafts to verify and
+            drafts to come included.
         batches: steps that may be in flight at once (async scheduling, pipeline
             parallelism); pages are freed when a step is processed, not when it is scheduled.
         chunk_tokens: largest prefill chunk.
@@ -164,8 +180,9 @@ def window_spec(
     *,
     batches: int = 1,
     chunk_tokens: int = 0,
+    drafted_ahead: int = 0,
 ) -> WindowSpec:
-    """The 16-bit companion of a layer; see `WindowSpec` for the last two."""
+    """The 16-bit companion of a layer; see `WindowSpec` for `batches` and `chunk_tokens`."""
     return WindowSpec(
         block_size=window_page_tokens(dtype.itemsize),
         num_kv_heads=num_kv_heads,
@@ -177,7 +194,7 @@ def window_spec(
         recent_tokens=settings.recent_tokens,
         strict=settings.prefix_hits == "strict",
         retention_interval=retention_interval,
-        step_tokens=1 + lookahead_tokens,
+        step_tokens=1 + lookahead_tokens + drafted_ahead,
         batches=batches,
         chunk_tokens=chunk_tokens,
     )
