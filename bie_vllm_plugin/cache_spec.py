@@ -25,20 +25,27 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def retained_tokens(recent_tokens: int, lookahead_tokens: int) -> int:
+def retained_tokens(recent_tokens: int, lookahead_tokens: int, dropped_tokens: int = 0) -> int:
     """R: 16-bit tokens kept behind the newest one, besides the sinks.
 
     `recent` for the queries of the next step, `lookahead` since that many drafts
     may be rejected, and 63 more because an exact repeat of a prompt hits at the
     page boundary up to 63 tokens before its end and wants the window there.
+    With EAGLE and MTP vLLM drops one more page of a hit: `dropped`.
     """
-    return recent_tokens + lookahead_tokens + PAGE_TOKENS - 1
+    return recent_tokens + lookahead_tokens + PAGE_TOKENS - 1 + dropped_tokens
 
 
 def lookahead_tokens(vllm_config: VllmConfig) -> int:
     """Drafts that a step may have to take back."""
     spec = vllm_config.speculative_config
     return 0 if spec is None else int(spec.num_speculative_tokens or 0)
+
+
+def dropped_tokens(vllm_config: VllmConfig) -> int:
+    """Tokens at the end of every prefix hit that vLLM computes again, for the states that EAGLE heads want."""
+    spec = vllm_config.speculative_config
+    return PAGE_TOKENS if spec is not None and spec.use_eagle_block_drop() else 0
 
 
 def drafted_ahead_tokens(vllm_config: VllmConfig) -> int:
@@ -49,7 +56,9 @@ def drafted_ahead_tokens(vllm_config: VllmConfig) -> int:
 def rule_of(vllm_config: VllmConfig) -> Rule:
     """The position rule of this engine."""
     settings = Int4AsymConfig.from_vllm(vllm_config)
-    retained = retained_tokens(settings.recent_tokens, lookahead_tokens(vllm_config))
+    retained = retained_tokens(
+        settings.recent_tokens, lookahead_tokens(vllm_config), dropped_tokens(vllm_config)
+    )
     return Rule(settings.sink_tokens, settings.recent_tokens, retained)
 
 
@@ -181,6 +190,7 @@ def window_spec(
     batches: int = 1,
     chunk_tokens: int = 0,
     drafted_ahead: int = 0,
+    dropped: int = 0,
 ) -> WindowSpec:
     """The 16-bit companion of a layer; see `WindowSpec` for `batches` and `chunk_tokens`."""
     return WindowSpec(
@@ -189,7 +199,7 @@ def window_spec(
         head_size=head_size,
         head_size_v=head_size_v,
         dtype=dtype,
-        sliding_window=retained_tokens(settings.recent_tokens, lookahead_tokens),
+        sliding_window=retained_tokens(settings.recent_tokens, lookahead_tokens, dropped),
         sink_tokens=settings.sink_tokens,
         recent_tokens=settings.recent_tokens,
         strict=settings.prefix_hits == "strict",

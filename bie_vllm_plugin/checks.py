@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DRAFTERS_WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
 """Speculation methods that keep no KV cache of their own."""
 
-DRAFTERS_WITH_CACHE = ("draft_model",)
+DRAFTERS_WITH_CACHE = ("draft_model", "eagle", "eagle3", "mtp")
 """Methods whose drafter keeps a KV cache, in full precision beside our bodies."""
 
 

@@ -15,6 +15,7 @@ from bie_vllm_plugin.cache_spec import (
     WindowSpec,
     body_spec,
     drafted_ahead_tokens,
+    dropped_tokens,
     lookahead_tokens,
     window_spec,
 )
@@ -74,6 +75,7 @@ class WindowLayer(AttentionLayerBase):
                 vllm_config.scheduler_config.max_num_batched_tokens, vllm_config.model_config.max_model_len
             ),
             drafted_ahead=drafted_ahead_tokens(vllm_config),
+            dropped=dropped_tokens(vllm_config),
         )
 
 
