@@ -151,7 +151,7 @@ def check_head(target: str, speculation: dict, plain: list[dict], layers: int, k
     )
     assert_identical(plain, cold)
     assert_identical(plain, warm)
-    assert [r["cached"] for r in warm] == [max(0, 64 * ((len(p) - 1) // 64) - 64) for p in PROMPTS]
+    assert [r["cached"] for r in warm] == [max(0, 64 * (len(p) // 64) - 64) for p in PROMPTS]
     assert max(r["cached"] for r in warm) == 256
     keys = ("draft_tokens", "accepted_tokens")
     first, both = ([facts[key] for key in keys] for facts in (after_cold, after_warm))
