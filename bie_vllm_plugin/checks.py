@@ -52,7 +52,7 @@ def _check_cache(vllm_config: VllmConfig) -> None:
     if cache.kv_offloading_size is not None:
         raise ValueError(
             f"--kv-offloading-size {cache.kv_offloading_size} does not go with {DTYPE_NAME} yet: offloaded prefixes "
-            "end inside pages and lack the sinks; leave it out."
+            "end inside pages and lack the sinks; leave it out or use another --kv-cache-dtype."
         )
     if vllm_config.kv_transfer_config is not None:
         connector = vllm_config.kv_transfer_config.kv_connector
@@ -140,6 +140,12 @@ def _check_engine(vllm_config: VllmConfig) -> None:
                 f"--{name.replace('_', '-')} {size} does not go with {DTYPE_NAME}, whose window is not sharded by "
                 "position; set it to 1 and use --tensor-parallel-size."
             )
+    if parallel.use_ubatching:
+        flag = "--enable-dbo" if parallel.enable_dbo else f"--ubatch-size {parallel.ubatch_size}"
+        raise ValueError(
+            f"{flag} does not go with {DTYPE_NAME}: micro-batches cut prefill chunks in two, and the second half would "
+            "miss the 16-bit keys of the first, which are in the step's tensors only; leave the flag out."
+        )
     if attention.backend is not None:
         raise ValueError(
             f"--attention-backend {attention.backend.name} does not go with --kv-cache-dtype {DTYPE_NAME}, which "
@@ -190,6 +196,11 @@ def _check_speculation(speculation: Any) -> None:
         raise ValueError(
             f"speculative_config.parallel_drafting does not go with {DTYPE_NAME} yet; leave it out or use a draft "
             "model that drafts one token after the other."
+        )
+    if speculation.use_multi_module_mtp():
+        raise ValueError(
+            f"{speculation.num_speculative_tokens} speculative tokens of several MTP modules do not go with "
+            f"{DTYPE_NAME} yet, which was tested with one module; set num_speculative_tokens to 1 or use method ngram."
         )
     draft = speculation.draft_model_config
     for what, found in (
@@ -293,11 +304,10 @@ def check_pool(manager: Any) -> None:
 
 
 def log_layout_cost(kv_cache_config: Any, max_model_len: int) -> None:
-    """Say what equal pages cost where a backend forced a layer-outermost layout.
+    """Say what equal pages cost where a backend or the user forced a layer-outermost layout.
 
-    Under `BLHNC` groups of different page size are packed and nothing is lost. A
-    backend that reads `LBHNC` only (the CPU backend of skipped layers) makes all
-    pages equal and may split the layers into many groups.
+    Under `BLHNC` groups of different page size are packed and nothing is lost. `LBHNC`
+    makes all pages equal and may split the layers into many groups.
 
     Args:
         kv_cache_config: vLLM's KVCacheConfig of the scheduler.
@@ -319,8 +329,8 @@ def log_layout_cost(kv_cache_config: Any, max_model_len: int) -> None:
         allocated += pages * block_bytes
         ideal += pages * spec.unpadded_page_size_bytes * len(group.layer_names)
     logger.warning(
-        "KV cache int4_asym: a backend of the skipped layers takes layout %s only, which makes all pages equal: "
-        "%d groups, and a request of %d tokens takes %.1f MiB, %.0f %% above the sum of its pages.",
+        "KV cache int4_asym: layout %s (a backend of the skipped layers or VLLM_KV_CACHE_LAYOUT wants it) makes all "
+        "pages equal: %d groups, and a request of %d tokens takes %.1f MiB, %.0f %% above the sum of its pages.",
         kv_cache_config.kv_cache_layout,
         len(groups),
         max_model_len,

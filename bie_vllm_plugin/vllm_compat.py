@@ -236,7 +236,7 @@ def finish_layers(vllm_config: VllmConfig) -> None:
     """
     from vllm.model_executor.layers.attention import Attention
 
-    from bie_vllm_plugin.window_layer import WindowLayer, drafter_spec_of
+    from bie_vllm_plugin.window_layer import WindowLayer, check_drafter_layer, drafter_spec_of
 
     layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
     if not any(isinstance(layer, WindowLayer) for layer in layers.values()):
@@ -247,6 +247,7 @@ def finish_layers(vllm_config: VllmConfig) -> None:
             continue
         any_layer.attn_backend = _block_outermost(any_layer.attn_backend)
         if not hasattr(any_layer, "int4_asym_target"):
+            check_drafter_layer(any_layer)
             original = type(any_layer).get_kv_cache_spec
             any_layer.get_kv_cache_spec = functools.partial(drafter_spec_of, any_layer, original)
 

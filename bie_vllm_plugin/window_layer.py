@@ -93,6 +93,19 @@ def dense_spec_of(layer: Any, original: Any, vllm_config: VllmConfig) -> KVCache
     return replace_as(spec, BodySpec, block_size=PAGE_TOKENS)
 
 
+def check_drafter_layer(layer: Any) -> None:
+    """A draft model's layer must keep a cache of its own.
+
+    Raises:
+        ValueError: it reads the cache of a layer of the target, whose pages are packed.
+    """
+    if (target := layer.kv_sharing_target_layer_name) is not None:
+        raise ValueError(
+            f"the draft model's layer {layer.layer_name} reads the KV cache of {target}, which int4_asym packs; "
+            "use a draft model with a cache of its own or method ngram."
+        )
+
+
 def drafter_spec_of(layer: Any, original: Any, vllm_config: VllmConfig) -> DrafterSpec:
     """Spec of a draft model's layer: full precision in the pages of the body group.
 

@@ -116,6 +116,7 @@ def drafters() -> dict:
     m64, m128 = tiny_llama(FOLDER / "d64"), tiny_llama(FOLDER / "d128", head_dim=128, seed=1)
     head, mimo = tiny_eagle3(FOLDER / "eagle3", m64), tiny_mimo(FOLDER / "mimo")
     copy = lambda k, model=m64: {"method": "draft_model", "model": model, "num_speculative_tokens": k}
+    eagle3 = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
     one, other = {"async_scheduling": True}, {"async_scheduling": False}
     short = [generate(prompts_of(4, 20, 40, 60, 64, 70), n=48), FACTS]  # within the window: INT4 is never read
     four = [generate(prompts_of(200, 230, 260, 290), n=160), FACTS]
@@ -147,10 +148,10 @@ def drafters() -> dict:
             n, gpu(m64, speculative_config=copy(3), **GRAPHS),
             gpu(m64, speculative_config=copy(3), kv_cache_dtype="auto", **GRAPHS), short,
         )),
-        "EAGLE-3 head K=3, async = none": against_none({"method": "eagle3", "model": head, "num_speculative_tokens": 3}),
+        "EAGLE-3 head K=3, async = none": against_none(eagle3),
         "EAGLE-3 head K=3, async, strict: warm = none": against_none(
-            {"method": "eagle3", "model": head, "num_speculative_tokens": 3},
-            [generate(p600), generate(p600), FACTS], enable_prefix_caching=True, settings={"prefix_hits": "strict"},
+            eagle3, [generate(p600), generate(p600), FACTS], enable_prefix_caching=True,
+            settings={"prefix_hits": "strict"},
         ),
         "MTP K=1, async = none": against_none({"method": "mtp", "num_speculative_tokens": 1}, model=mimo),
         "ngram_gpu K=3, async = none": against_none(

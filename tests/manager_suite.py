@@ -367,7 +367,8 @@ def check_invariants(manager: KVCacheManager, requests: dict[str, dict], recent:
 
 
 @given(seed=st.integers(0, 10_000), hits=st.sampled_from(["relaxed", "strict"]), caching=st.booleans(),
-       drafts=st.sampled_from([0, 1, 5]), cached_drafter=st.booleans(), blocks=st.sampled_from([60, 90, 200]))  # fmt: skip
+       drafts=st.sampled_from([0, 1, 5]), cached_drafter=st.booleans(),
+       blocks=st.sampled_from([60, 90, 200]))  # fmt: skip
 @settings(max_examples=60, deadline=None)
 def test_random_schedules_keep_the_invariants(seed, hits, caching, drafts, cached_drafter, blocks):
     rng = random.Random(seed)

@@ -65,6 +65,7 @@ for skipped in ((), (0,), (0, 31), (0, 1, 30, 31)):
 """
 
 DRAFTER = GROUPS.split("for skipped")[0] + """
+from bie_vllm_plugin import checks
 drafter = DrafterSpec(block_size=64, num_kv_heads=8, head_size=64, dtype=torch.bfloat16)
 for layers, draft_layers, layout in ((32, 16, "BLHNC"), (32, 32, "BLHNC"), (4, 6, "BLHNC"), (4, 4, "LBHNC")):
     cache.kv_cache_layout, layout = layout, KVCacheLayout[layout]
@@ -85,7 +86,6 @@ for layers, draft_layers, layout in ((32, 16, "BLHNC"), (32, 32, "BLHNC"), (4, 6
         verdict = "refused"
     print(len(groups), type(first).__name__, set(names) <= set(groups[0].layer_names), verdict)
 """
-DRAFTER = DRAFTER.replace("from bie_vllm_plugin.config", "from bie_vllm_plugin import checks\nfrom bie_vllm_plugin.config")
 
 
 @pytest.mark.parametrize("version", ["0.32", "0.33"])

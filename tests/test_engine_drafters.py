@@ -116,6 +116,30 @@ def test_preempted_equals_uninterrupted_with_a_draft_model(model_64, caching):
 
 
 @pytest.mark.slow
+def test_tensor_parallel_with_a_draft_model(model_64, plain):
+    """Target and draft on two workers, in processes of their own."""
+    engine = drafted(model_64, model_64, 3, tensor_parallel_size=2, distributed_executor_backend="mp")
+    engine["speculative_config"]["draft_tensor_parallel_size"] = 2
+    parallel, facts = run(
+        engine, generate(PROMPTS, n=48), FACTS, VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="0|1"
+    )
+    assert_same(plain[1], parallel, shared=0.8)
+    assert acceptance(facts) > 0.75
+
+
+@pytest.mark.slow
+def test_skipped_layers_and_a_draft_model(model_64):
+    """Bodies, dense layers of the target and the draft's in one group."""
+    skip = {"kv_cache_dtype_skip_layers": ["0", "3"]}
+    (alone,) = run(llm(model_64, **skip), generate(PROMPTS, n=48))
+    _, together, counts = run(
+        drafted(model_64, model_64, 3, **skip), {"do": "guard_drafter"}, generate(PROMPTS, n=48), {"do": "guard_counts"}
+    )
+    assert_identical(alone, together)
+    assert counts["calls"] == counts["calls_that_wrote"] > 10
+
+
+@pytest.mark.slow
 def test_the_real_model_accepts_its_copy(smollm2):
     """SmolLM2 drafting for itself: accepted at least 0.95 as often as under `auto`."""
     from transformers import AutoTokenizer
