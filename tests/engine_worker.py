@@ -83,10 +83,11 @@ def _cache_views(llm) -> list[tuple]:  # noqa: ANN001
 
 
 def _guard_drafter(llm) -> None:  # noqa: ANN001
-    """From now on: poisoned pages of ours, and every byte a drafter writes into them is an error.
+    """From now on: poisoned bodies and windows, and a byte that a drafter writes elsewhere is an error.
 
-    The bodies and windows are filled with NaNs; whoever reads what was not written shows.
-    Around each call of the drafter their bytes are compared, and the drafter's own between calls.
+    Bodies and windows are filled with NaNs; whoever reads what was not written shows. (vLLM's own
+    caches are not: its kernels multiply what they mask by 0.) Around each call of the drafter the
+    bytes of the target's caches are compared, and the drafter's own between calls.
     """
     import torch
 
@@ -97,8 +98,9 @@ def _guard_drafter(llm) -> None:  # noqa: ANN001
     ours = [cache for name, cache in caches.items() if name not in draft_names]
     drafts = [cache for name, cache in caches.items() if name in draft_names]
     assert ours and drafts
-    for cache in ours:
-        cache.copy_(torch.full_like(cache, 255 if cache.dtype == torch.uint8 else float("nan")))
+    for name, cache in caches.items():
+        if cache.dtype == torch.uint8 or name.endswith("int4_asym_window"):
+            cache.copy_(torch.full_like(cache, 255 if cache.dtype == torch.uint8 else float("nan")))
     propose = runner.drafter.propose
     counts = {"calls": 0, "calls_that_wrote": 0}
     before = [[cache.clone(memory_format=torch.contiguous_format) for cache in drafts]]
@@ -111,7 +113,7 @@ def _guard_drafter(llm) -> None:  # noqa: ANN001
         assert same(drafts, before[0]), "somebody else wrote into the drafter's pages"
         saved = [cache.clone(memory_format=torch.contiguous_format) for cache in ours]
         result = propose(*args, **kwargs)
-        assert same(ours, saved), "the drafter wrote into pages of int4_asym"
+        assert same(ours, saved), "the drafter wrote into the target's pages"
         counts["calls"] += 1
         counts["calls_that_wrote"] += not same(drafts, before[0])
         before[0] = [cache.clone(memory_format=torch.contiguous_format) for cache in drafts]
