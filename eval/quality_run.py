@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quality_formats import PLUGIN, Format
+import torch
+from quality_formats import PLUGIN, Format, unsupported
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("quality_engine.py")
@@ -107,8 +108,11 @@ class Runner:
 
     def run_all(self, formats: list[Format], units: list[dict[str, Any]], jobs: int) -> None:
         """All formats, `jobs` engines at a time; with more than one, formats start beside `auto` and wait for it."""
+        for fmt in formats:
+            if reason := unsupported(fmt, on_cpu=not torch.cuda.is_available()):
+                self.status[fmt.label] = reason
         parts = [
-            (fmt, part, warm) for fmt in formats for warm in (False, True)
+            (fmt, part, warm) for fmt in formats if fmt.label not in self.status for warm in (False, True)
             if (part := [u for u in units if bool(u["warm"]) == warm])
         ]  # fmt: skip
         if jobs == 1:
