@@ -85,10 +85,10 @@ class Runner:
     def run(self, fmt: Format, units: list[dict[str, Any]], prefix_caching: bool) -> None:
         """Compute the units that are missing; a format that fails gets its reason in `status`."""
         folder, base = self.folder(fmt), self.home / "base"
-        missing = [
-            u for u in units
-            if not (folder / f"{u['id']}.npz").exists() or (fmt.is_base and not (base / f"{u['id']}.pt").exists())
-        ]  # fmt: skip
+        waiting = lambda u: not (folder / f"{u['id']}.npz").exists() or (
+            fmt.is_base and not (base / f"{u['id']}.pt").exists()
+        )
+        missing = [u for u in units if waiting(u)]
         for done in units:
             if done not in missing:
                 self.progress(fmt.label, done["id"])
@@ -101,7 +101,8 @@ class Runner:
             "folder": str(folder), "base": str(base), "is_base": fmt.is_base, "patches": fmt.patches,
             "llm": arguments, "units": missing,
         }  # fmt: skip
-        if reason := self._process(fmt, job, prefix_caching):
+        reason = self._process(fmt, job, prefix_caching)
+        if reason and any(map(waiting, units)):  # an engine that only failed to close has done its work
             self.status[fmt.label] = reason
             if fmt.is_base:
                 self.stop(reason)  # whoever waits for its hidden states would wait in vain
