@@ -246,7 +246,7 @@ def _log_settings(vllm_config: VllmConfig, settings: Int4AsymConfig, names: list
     window = sum((layers[n].head_size + layers[n].head_size_v) * layers[n].num_kv_heads * dtype.itemsize for n in names)
     logger.info(
         "KV cache int4_asym: sink_tokens=%d recent_tokens=%d group_size=%d key_axis=%s prefix_hits=%s; "
-        "%d bytes per token in the body, %d in the window, on this worker; %d layers: %s",
+        "%d bytes per token in the body, %d in the window, on this worker; %d layers: %s%s",
         settings.sink_tokens,
         settings.recent_tokens,
         settings.group_size,
@@ -256,6 +256,17 @@ def _log_settings(vllm_config: VllmConfig, settings: Int4AsymConfig, names: list
         window,
         len(names),
         _ranges(names),
+        _drafter(vllm_config),
+    )
+
+
+def _drafter(vllm_config: VllmConfig) -> str:
+    """What the start-up line says of a drafter with a cache of its own."""
+    speculation = vllm_config.speculative_config
+    if speculation is None or speculation.draft_model_config is None or speculation.kv_cache_dtype is None:
+        return ""
+    return f"; drafter {speculation.method}, {speculation.num_speculative_tokens} tokens, its own cache: " + str(
+        speculation.kv_cache_dtype
     )
 
 

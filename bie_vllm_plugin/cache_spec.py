@@ -25,14 +25,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def retained_tokens(recent_tokens: int, lookahead_tokens: int) -> int:
+def retained_tokens(recent_tokens: int, lookahead_tokens: int, dropped_tokens: int = 0) -> int:
     """R: 16-bit tokens kept behind the newest one, besides the sinks.
 
     `recent` for the queries of the next step, `lookahead` since that many drafts
     may be rejected, and 63 more because an exact repeat of a prompt hits at the
     page boundary up to 63 tokens before its end and wants the window there.
+    With EAGLE and MTP vLLM drops one more page of a hit: `dropped`.
     """
-    return recent_tokens + lookahead_tokens + PAGE_TOKENS - 1
+    return recent_tokens + lookahead_tokens + PAGE_TOKENS - 1 + dropped_tokens
 
 
 def lookahead_tokens(vllm_config: VllmConfig) -> int:
@@ -41,16 +42,39 @@ def lookahead_tokens(vllm_config: VllmConfig) -> int:
     return 0 if spec is None else int(spec.num_speculative_tokens or 0)
 
 
+def dropped_tokens(vllm_config: VllmConfig) -> int:
+    """Tokens at the end of every prefix hit that vLLM computes again, for the states that EAGLE heads want."""
+    spec = vllm_config.speculative_config
+    return PAGE_TOKENS if spec is not None and spec.use_eagle_block_drop() else 0
+
+
+def drafted_ahead_tokens(vllm_config: VllmConfig) -> int:
+    """Tokens behind a step's own for which the scheduler takes pages: a drafter with a cache writes there."""
+    return int(vllm_config.num_lookahead_tokens)
+
+
 def rule_of(vllm_config: VllmConfig) -> Rule:
     """The position rule of this engine."""
     settings = Int4AsymConfig.from_vllm(vllm_config)
-    retained = retained_tokens(settings.recent_tokens, lookahead_tokens(vllm_config))
+    retained = retained_tokens(
+        settings.recent_tokens, lookahead_tokens(vllm_config), dropped_tokens(vllm_config)
+    )
     return Rule(settings.sink_tokens, settings.recent_tokens, retained)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BodySpec(FullAttentionSpec):
     """A full-attention cache of 64-token pages, INT4-packed or (skipped layers) dense."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterSpec(BodySpec):
+    """Dense 64-token pages of a layer of the draft model.
+
+    vLLM puts it into the group of the bodies, which is what makes drafting right: the V1
+    runner hands a draft model the block table of group 0, whatever the drafter's own group
+    is. A type of its own, so that a group that a drafter leads is recognised and refused.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +85,8 @@ class WindowSpec(SlidingWindowSpec):
         sink_tokens, recent_tokens: the position rule's.
         strict: prefix hits need the window pages.
         retention_interval: vLLM's prefix_cache_retention_interval.
-        step_tokens: tokens that a decode step may add, drafts included.
+        step_tokens: tokens that a decode step may take pages for, drafts to verify and
+            drafts to come included.
         batches: steps that may be in flight at once (async scheduling, pipeline
             parallelism); pages are freed when a step is processed, not when it is scheduled.
         chunk_tokens: largest prefill chunk.
@@ -164,20 +189,22 @@ def window_spec(
     *,
     batches: int = 1,
     chunk_tokens: int = 0,
+    drafted_ahead: int = 0,
+    dropped: int = 0,
 ) -> WindowSpec:
-    """The 16-bit companion of a layer; see `WindowSpec` for the last two."""
+    """The 16-bit companion of a layer; see `WindowSpec` for `batches` and `chunk_tokens`."""
     return WindowSpec(
         block_size=window_page_tokens(dtype.itemsize),
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         head_size_v=head_size_v,
         dtype=dtype,
-        sliding_window=retained_tokens(settings.recent_tokens, lookahead_tokens),
+        sliding_window=retained_tokens(settings.recent_tokens, lookahead_tokens, dropped),
         sink_tokens=settings.sink_tokens,
         recent_tokens=settings.recent_tokens,
         strict=settings.prefix_hits == "strict",
         retention_interval=retention_interval,
-        step_tokens=1 + lookahead_tokens,
+        step_tokens=1 + lookahead_tokens + drafted_ahead,
         batches=batches,
         chunk_tokens=chunk_tokens,
     )

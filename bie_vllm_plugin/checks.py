@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 DRAFTERS_WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
 """Speculation methods that keep no KV cache of their own."""
 
+DRAFTERS_WITH_CACHE = ("draft_model", "eagle", "eagle3", "mtp")
+"""Methods whose drafter keeps a KV cache, in full precision beside our bodies."""
+
 
 def check_config(vllm_config: VllmConfig) -> None:
     """Validate the engine's configuration for this dtype, and complete it.
@@ -49,7 +52,7 @@ def _check_cache(vllm_config: VllmConfig) -> None:
     if cache.kv_offloading_size is not None:
         raise ValueError(
             f"--kv-offloading-size {cache.kv_offloading_size} does not go with {DTYPE_NAME} yet: offloaded prefixes "
-            "end inside pages and lack the sinks; leave it out."
+            "end inside pages and lack the sinks; leave it out or use another --kv-cache-dtype."
         )
     if vllm_config.kv_transfer_config is not None:
         connector = vllm_config.kv_transfer_config.kv_connector
@@ -88,13 +91,17 @@ def _check_model(vllm_config: VllmConfig) -> None:
             f"{model.model} brings a KV-cache scheme of its own ({scheme}), which {DTYPE_NAME} would ignore; "
             "use --kv-cache-dtype auto or a checkpoint without one."
         )
+    skipped = vllm_config.cache_config.kv_cache_dtype_skip_layers
+    if _has_windows(model) and "sliding_window" not in skipped:
+        skipped.append("sliding_window")
+
+
+def _has_windows(model: Any) -> bool:
+    """Whether some layers of a model attend to a sliding window."""
     text = model.hf_text_config
-    windowed = getattr(text, "sliding_window", None) is not None or "sliding_attention" in (
+    return getattr(text, "sliding_window", None) is not None or "sliding_attention" in (
         getattr(text, "layer_types", None) or ()
     )
-    skipped = vllm_config.cache_config.kv_cache_dtype_skip_layers
-    if windowed and "sliding_window" not in skipped:
-        skipped.append("sliding_window")
 
 
 def _checkpoint_kv_scheme(hf_config: Any) -> Any:
@@ -133,6 +140,12 @@ def _check_engine(vllm_config: VllmConfig) -> None:
                 f"--{name.replace('_', '-')} {size} does not go with {DTYPE_NAME}, whose window is not sharded by "
                 "position; set it to 1 and use --tensor-parallel-size."
             )
+    if parallel.use_ubatching:
+        flag = "--enable-dbo" if parallel.enable_dbo else f"--ubatch-size {parallel.ubatch_size}"
+        raise ValueError(
+            f"{flag} does not go with {DTYPE_NAME}: micro-batches cut prefill chunks in two, and the second half would "
+            "miss the 16-bit keys of the first, which are in the step's tensors only; leave the flag out."
+        )
     if attention.backend is not None:
         raise ValueError(
             f"--attention-backend {attention.backend.name} does not go with --kv-cache-dtype {DTYPE_NAME}, which "
@@ -154,12 +167,8 @@ def _check_engine(vllm_config: VllmConfig) -> None:
             f"vLLM's one CUSTOM attention-backend slot is taken by {custom.get_path()} and {DTYPE_NAME} needs it; "
             "uninstall that plugin or exclude it with VLLM_PLUGINS."
         )
-    speculation = vllm_config.speculative_config
-    if speculation is not None and speculation.method not in DRAFTERS_WITHOUT_CACHE:
-        raise ValueError(
-            f"speculative method {speculation.method!r} is not supported by {DTYPE_NAME} yet (drafters may keep a KV "
-            f"cache of their own); use one of {', '.join(DRAFTERS_WITHOUT_CACHE)}."
-        )
+    if vllm_config.speculative_config is not None:
+        _check_speculation(vllm_config.speculative_config)
     from vllm.platforms import current_platform
 
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
@@ -167,6 +176,45 @@ def _check_engine(vllm_config: VllmConfig) -> None:
             f"--kv-cache-dtype {DTYPE_NAME} runs on NVIDIA GPUs and CPUs, not on "
             f"{current_platform.device_name or current_platform.device_type}; use --kv-cache-dtype auto."
         )
+
+
+def _check_speculation(speculation: Any) -> None:
+    """Refuse drafters that were not tested; give the others a full-precision cache of their own."""
+    if speculation.method in DRAFTERS_WITHOUT_CACHE:
+        return
+    if speculation.method not in DRAFTERS_WITH_CACHE:
+        raise ValueError(
+            f"speculative method {speculation.method!r} is not supported by {DTYPE_NAME} yet; use one of "
+            f"{', '.join((*DRAFTERS_WITH_CACHE, *DRAFTERS_WITHOUT_CACHE))}."
+        )
+    if speculation.kv_cache_dtype not in (None, "auto"):
+        raise ValueError(
+            f"speculative_config.kv_cache_dtype={speculation.kv_cache_dtype!r} does not go with --kv-cache-dtype "
+            f"{DTYPE_NAME}, beside which drafters keep full precision; leave it out or set it to 'auto'."
+        )
+    if speculation.parallel_drafting:
+        raise ValueError(
+            f"speculative_config.parallel_drafting does not go with {DTYPE_NAME} yet; leave it out or use a draft "
+            "model that drafts one token after the other."
+        )
+    if speculation.use_multi_module_mtp():
+        raise ValueError(
+            f"{speculation.num_speculative_tokens} speculative tokens of several MTP modules do not go with "
+            f"{DTYPE_NAME} yet, which was tested with one module; set num_speculative_tokens to 1 or use method ngram."
+        )
+    draft = speculation.draft_model_config
+    for what, found in (
+        ("multi-head latent attention", draft.use_mla),
+        ("state-space or linear-attention layers", draft.is_hybrid),
+        ("chunked local attention", draft.attention_chunk_size is not None),
+        ("sliding-window layers", _has_windows(draft)),
+    ):
+        if found:
+            raise ValueError(
+                f"the draft model {draft.model} uses {what}, which {DTYPE_NAME} does not support in a draft model "
+                "yet; use a draft model with full attention only, or method ngram."
+            )
+    speculation.kv_cache_dtype = "auto"  # it would inherit int4_asym: two groups per layer, and drafters know one
 
 
 def check_layer(selector: Any) -> None:
@@ -195,6 +243,26 @@ def check_layer(selector: Any) -> None:
     ):
         if getattr(selector, attribute, False):
             raise ValueError(f"{DTYPE_NAME} does not support {what}; serve this model with another --kv-cache-dtype.")
+
+
+def check_drafter_group(kv_cache_config: Any) -> None:
+    """A drafter's pages must be those of group 0, the bodies': the V1 runner hands it that block table.
+
+    They are under `BLHNC`, where vLLM puts full-attention layers of any width together. Under
+    another layout the drafter would write its keys into our pages, silently.
+
+    Raises:
+        ValueError: the drafter's layers ended in a group of their own.
+    """
+    from bie_vllm_plugin.cache_spec import DrafterSpec
+
+    for group in kv_cache_config.kv_cache_groups:
+        if isinstance(group.kv_cache_spec, DrafterSpec):
+            raise ValueError(
+                f"a draft model beside {DTYPE_NAME} needs the cache layout BLHNC, and layout "
+                f"{kv_cache_config.kv_cache_layout} separates its pages from the others: unset VLLM_KV_CACHE_LAYOUT, "
+                "or use method ngram."
+            )
 
 
 def check_pool(manager: Any) -> None:
@@ -236,11 +304,10 @@ def check_pool(manager: Any) -> None:
 
 
 def log_layout_cost(kv_cache_config: Any, max_model_len: int) -> None:
-    """Say what equal pages cost where a backend forced a layer-outermost layout.
+    """Say what equal pages cost where a backend or the user forced a layer-outermost layout.
 
-    Under `BLHNC` groups of different page size are packed and nothing is lost. A
-    backend that reads `LBHNC` only (the CPU backend of skipped layers) makes all
-    pages equal and may split the layers into many groups.
+    Under `BLHNC` groups of different page size are packed and nothing is lost. `LBHNC`
+    makes all pages equal and may split the layers into many groups.
 
     Args:
         kv_cache_config: vLLM's KVCacheConfig of the scheduler.
@@ -262,8 +329,8 @@ def log_layout_cost(kv_cache_config: Any, max_model_len: int) -> None:
         allocated += pages * block_bytes
         ideal += pages * spec.unpadded_page_size_bytes * len(group.layer_names)
     logger.warning(
-        "KV cache int4_asym: a backend of the skipped layers takes layout %s only, which makes all pages equal: "
-        "%d groups, and a request of %d tokens takes %.1f MiB, %.0f %% above the sum of its pages.",
+        "KV cache int4_asym: layout %s (a backend of the skipped layers or VLLM_KV_CACHE_LAYOUT wants it) makes all "
+        "pages equal: %d groups, and a request of %d tokens takes %.1f MiB, %.0f %% above the sum of its pages.",
         kv_cache_config.kv_cache_layout,
         len(groups),
         max_model_len,

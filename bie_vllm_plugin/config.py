@@ -8,6 +8,7 @@ travel to every process and enter vLLM's compile-cache hash:
 """
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, StrictInt, ValidationError, field_validator, model_validator
@@ -99,7 +100,13 @@ class Int4AsymConfig(BaseModel):
 
     def page_layout(self, head_size: int, head_size_v: int | None = None) -> PageLayout:
         """The body page of a layer with these head sizes; raises ValueError if there is none."""
-        return PageLayout(head_size, head_size_v, self.group_size, self.key_axis)
+        return _page_layout(head_size, head_size_v, self.group_size, self.key_axis)
+
+
+@functools.cache
+def _page_layout(*arguments: Any) -> PageLayout:
+    """Asked for once a layer and step: built once."""
+    return PageLayout(*arguments)
 
 
 def _sentence(error: ValidationError) -> str:

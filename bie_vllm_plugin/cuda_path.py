@@ -16,6 +16,7 @@ from bie_kernels import decode, flash_plan, prefill, prefill_flash, store
 from bie_kernels.flash_plan import FlashPlan
 from bie_kernels.layout import PAGE_TOKENS, SLICE_ROWS, PageLayout
 from bie_kernels.torch_path import Rule
+from bie_kernels.tuning import multiprocessors
 
 if TYPE_CHECKING:
     from bie_vllm_plugin.metadata import Int4AsymMetadata
@@ -24,20 +25,35 @@ MAX_VERIFY_TOKENS = 16
 """Query tokens per request that the decode kernel takes; longer drafts are prefilled."""
 
 
-FLASH_ROWS = 128
-"""Fewer query rows (tokens x GQA) than this are not worth a copy of the body: the fused kernel takes them."""
+FLASH_WORK = 1.1e9
+"""Floating-point operations of a layer's attention, per multiprocessor, from which slices pay.
+
+The fused kernel needs about 0.8 ms for that many (186 TFLOP/s on an H200). Slices need a third of it on the
+device, but 5 to 14 launches a layer instead of one, which take the host about as long: with less work a step waits
+for its launches (H200: first token of a 1k prompt after 68 ms with slices, of `auto` after 30).
+"""
+
+
+FLASH_TOKENS = 4096
+"""From so many tokens on the rest of the model keeps the device busy while the host launches."""
 
 
 @dataclass(frozen=True)
 class FlashLimits:
-    """How flash attention's calls are cut; see `flash_plan`."""
+    """How flash attention's calls are cut (see `flash_plan`), and when it is used.
+
+    Attributes:
+        pair_work: operations of one query token and one key, all heads; least_work: of a step, to be worth it.
+        drafts: tokens that a step may have to take back.
+    """
 
     flash: prefill_flash.Flash
     slice_tokens: int
     rows: int
     recent_tokens: int
-    group: int
     drafts: int
+    pair_work: int
+    least_work: float
 
 
 @dataclass(frozen=True)
@@ -82,7 +98,11 @@ def _flash_part(common: Any, decodes: int, limits: FlashLimits) -> tuple[int, li
         if rows <= 1 + limits.drafts and (prefilling is None or not prefilling[first - 1]):
             break
         first -= 1
-    if (starts[requests] - starts[first]) * limits.group <= FLASH_ROWS:
+    pairs = 0.0
+    for i in range(first, requests):
+        rows = starts[i + 1] - starts[i]
+        pairs += rows * (seq_lens[i] - rows / 2)
+    if pairs * limits.pair_work < limits.least_work and starts[requests] - starts[first] < FLASH_TOKENS:
         return None
     return first, [s - starts[first] for s in starts[first : requests + 1]], seq_lens[first:requests]
 
@@ -130,7 +150,8 @@ def flash_limits(
     row_bytes = max(layer.num_kv_heads * 2 * layer.head_size * itemsize for layer in layers)
     return FlashLimits(
         flash, flash_plan.slice_tokens_of(row_bytes, limit, rule.recent_tokens), min(SLICE_ROWS, tokens),
-        rule.recent_tokens, max(layer.num_heads // layer.num_kv_heads for layer in layers), drafts,
+        rule.recent_tokens, drafts, 4 * max(layer.num_heads * layer.head_size for layer in layers),
+        FLASH_WORK * multiprocessors(torch.device("cuda", torch.cuda.current_device())),
     )  # fmt: skip
 
 

@@ -6,7 +6,8 @@ What is wrapped, and why no public way does it:
 * the platform's `check_and_update_config`: the only place where a plugin sees the
   configuration before a model is loaded (validation, 64-token blocks);
 * its `get_attn_backend_cls`: backends are chosen per platform, ours by dtype;
-* its `update_block_size_for_backend`: rewrites the block size after loading;
+* its `update_block_size_for_backend`: rewrites the block size after loading; the first
+  call after draft models are loaded and the last before layers are asked for specs;
 * its `register_custom_kv_cache_specs`: public hook for platforms, run in the
   process of the scheduler with the engine's config; it also installs
 * `KVCacheManager.__init__` (is the pool large enough to prefill in chunks?) and
@@ -124,6 +125,7 @@ def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:
     from bie_kernels.layout import PAGE_TOKENS
 
     vllm_config.cache_config.block_size = PAGE_TOKENS
+    finish_layers(vllm_config)
 
 
 # -- scheduler -----------------------------------------------------------------------
@@ -144,9 +146,10 @@ def _offer_specs() -> None:
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
     from bie_vllm_plugin.cache_manager import BodyManager, WindowManager
-    from bie_vllm_plugin.cache_spec import BodySpec, WindowSpec
+    from bie_vllm_plugin.cache_spec import BodySpec, DrafterSpec, WindowSpec
 
     KVCacheSpecRegistry.register(BodySpec, BodyManager, uniform_type_base_spec=FullAttentionSpec)
+    KVCacheSpecRegistry.register(DrafterSpec, BodyManager, uniform_type_base_spec=FullAttentionSpec)
     KVCacheSpecRegistry.register(WindowSpec, WindowManager, uniform_type_base_spec=WindowSpec)
 
 
@@ -160,8 +163,9 @@ def _wrap_kv_cache_manager() -> None:
     @functools.wraps(init)
     def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        from bie_vllm_plugin.checks import check_pool, log_layout_cost
+        from bie_vllm_plugin.checks import check_drafter_group, check_pool, log_layout_cost
 
+        check_drafter_group(self.kv_cache_config)
         check_pool(self)
         log_layout_cost(self.kv_cache_config, self.max_model_len)
 
@@ -237,6 +241,7 @@ def attach_layers(vllm_config: VllmConfig) -> list[str]:
     ours = []
     attention: list[tuple[str, Any]] = [(name, layer) for name, layer in layers.items() if isinstance(layer, Attention)]
     for name, layer in attention:
+        layer.int4_asym_target = True  # layers that appear later belong to a draft model
         if layer.kv_cache_dtype == DTYPE_NAME:
             ours.append(name)
             companion = WindowLayer.name_of(name)
@@ -247,3 +252,53 @@ def attach_layers(vllm_config: VllmConfig) -> list[str]:
         elif layer.attn_type == AttentionType.DECODER and layer.sliding_window is None:
             layer.get_kv_cache_spec = functools.partial(dense_spec_of, layer, type(layer).get_kv_cache_spec)
     return ours
+
+
+def finish_layers(vllm_config: VllmConfig) -> None:
+    """Full-precision layers, those of a draft model included, once all layers exist.
+
+    A draft model is loaded after the target, so its layers are those that
+    `attach_layers` has not seen; their pages join the body group.
+    """
+    from vllm.model_executor.layers.attention import Attention
+
+    from bie_vllm_plugin.window_layer import WindowLayer, check_drafter_layer, drafter_spec_of
+
+    layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+    if not any(isinstance(layer, WindowLayer) for layer in layers.values()):
+        return  # every layer is skipped: one group of vLLM's own
+    for layer in [layer for layer in layers.values() if isinstance(layer, Attention)]:
+        any_layer: Any = layer
+        if any_layer.kv_cache_dtype == DTYPE_NAME:
+            continue
+        any_layer.attn_backend = _block_outermost(any_layer.attn_backend)
+        if not hasattr(any_layer, "int4_asym_target"):
+            check_drafter_layer(any_layer)
+            original = type(any_layer).get_kv_cache_spec
+            any_layer.get_kv_cache_spec = functools.partial(drafter_spec_of, any_layer, original)
+
+
+@functools.cache
+def _block_outermost(backend: Any) -> Any:
+    """The CPU backend, offered in our layout as well; others as they are.
+
+    It declares layer-outermost caches only, which makes all pages of the pool equal
+    and gives a draft model a group of its own. Its kernels take the strides of blocks
+    and heads from the tensor and need the interior of a block contiguous, nothing else.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    if not current_platform.is_cpu():
+        return backend
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if backend is not CPUAttentionBackend:
+        return backend
+
+    class BlockOutermostCPUAttentionBackend(CPUAttentionBackend):
+        @classmethod
+        def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+            return (KVCacheLayout.BLHNC, KVCacheLayout.LBHNC)
+
+    return BlockOutermostCPUAttentionBackend

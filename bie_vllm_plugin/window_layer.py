@@ -9,7 +9,16 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, replace_as
 
 from bie_kernels.layout import PAGE_TOKENS
-from bie_vllm_plugin.cache_spec import BodySpec, WindowSpec, body_spec, lookahead_tokens, window_spec
+from bie_vllm_plugin.cache_spec import (
+    BodySpec,
+    DrafterSpec,
+    WindowSpec,
+    body_spec,
+    drafted_ahead_tokens,
+    dropped_tokens,
+    lookahead_tokens,
+    window_spec,
+)
 from bie_vllm_plugin.config import Int4AsymConfig
 
 if TYPE_CHECKING:
@@ -65,6 +74,8 @@ class WindowLayer(AttentionLayerBase):
             chunk_tokens=min(
                 vllm_config.scheduler_config.max_num_batched_tokens, vllm_config.model_config.max_model_len
             ),
+            drafted_ahead=drafted_ahead_tokens(vllm_config),
+            dropped=dropped_tokens(vllm_config),
         )
 
 
@@ -80,3 +91,31 @@ def dense_spec_of(layer: Any, original: Any, vllm_config: VllmConfig) -> KVCache
     if type(spec) is not FullAttentionSpec:
         return spec
     return replace_as(spec, BodySpec, block_size=PAGE_TOKENS)
+
+
+def check_drafter_layer(layer: Any) -> None:
+    """A draft model's layer must keep a cache of its own.
+
+    Raises:
+        ValueError: it reads the cache of a layer of the target, whose pages are packed.
+    """
+    if (target := layer.kv_sharing_target_layer_name) is not None:
+        raise ValueError(
+            f"the draft model's layer {layer.layer_name} reads the KV cache of {target}, which int4_asym packs; "
+            "use a draft model with a cache of its own or method ngram."
+        )
+
+
+def drafter_spec_of(layer: Any, original: Any, vllm_config: VllmConfig) -> DrafterSpec:
+    """Spec of a draft model's layer: full precision in the pages of the body group.
+
+    Raises:
+        ValueError: the layer does not attend to the whole context.
+    """
+    spec = original(layer, vllm_config)
+    if type(spec) is not FullAttentionSpec:
+        raise ValueError(
+            f"the draft model's layer {layer.layer_name} is not plain full attention ({type(spec).__name__}), which "
+            "int4_asym does not support yet; use another draft model or method ngram."
+        )
+    return replace_as(spec, DrafterSpec, block_size=PAGE_TOKENS)

@@ -78,19 +78,17 @@ def run_batch(llm, prompts: list[list[int]], output: int) -> dict:  # noqa: ANN0
         engine.add_request(f"{i}-{start}", {"prompt_token_ids": prompt}, sampling)
     first: dict[str, float] = {}
     seen: dict[str, int] = {}
-    steps, usage = [], 0.0  # (time, tokens of the batch so far), once everybody decodes
+    full, usage = [], 0.0  # (time, tokens of the batch so far) of the steps in which every request decodes
     while engine.has_unfinished_requests():
         outputs = engine.step()
         now = time.perf_counter()
         for o in outputs:
             first.setdefault(o.request_id, now - start)
             seen[o.request_id] = len(o.outputs[0].token_ids)
-        if len(first) == batch:
-            steps.append((now, sum(seen.values())))
+        if len(first) == batch and max(seen.values()) < output:
+            full.append((now, sum(seen.values())))
             usage = max(usage, in_use(llm))
     record = {"ttft_ms": statistics.median(first.values()) * 1e3, "usage": usage}
-    # From the step in which the last request got its first token to the last step where nobody had finished.
-    full = [s for s in steps if s[1] <= batch * output - batch]
     if len(full) > 8:
         (t0, n0), (t1, n1) = full[0], full[-1]
         gaps = [(b[0] - a[0]) / max(1, (b[1] - a[1]) / batch) for a, b in zip(full, full[1:], strict=False)]
@@ -99,12 +97,18 @@ def run_batch(llm, prompts: list[list[int]], output: int) -> dict:  # noqa: ANN0
 
 
 def run_case(llm, case: Case, output: int, repeats: int, seed: int) -> dict:  # noqa: ANN001
-    """The case, several times with new tokens when it is short."""
+    """The case, several times with new tokens when it is short.
+
+    The first requests decode while the last are prefilled, so that `output` tokens are left
+    for all together, a request gets as many more as there are steps of prefill.
+    """
     import numpy as np
 
     rng = np.random.default_rng(seed)
     vocab = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     pool = llm.llm_engine.vllm_config.cache_config
+    chunk = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    output += 2 * -(-case.batch * case.new // chunk)  # decoding tokens take their share of a chunk
     results = []
     cached = [rng.integers(3, vocab, case.cached).tolist() for _ in range(case.batch)]
     if case.cached:
@@ -126,7 +130,7 @@ def run_format(args: argparse.Namespace) -> list[dict]:
     from vllm import LLM
 
     cases = [Case(text) for text in args.cases]
-    longest = max(case.context for case in cases) + args.output + 8
+    longest = max(case.context + 2 * -(-case.batch * case.new // args.chunk) for case in cases) + args.output + 8
     llm = LLM(
         model_folder(args.shape), kv_cache_dtype=args.format, load_format="dummy", skip_tokenizer_init=True,
         max_model_len=longest, max_num_seqs=max(case.batch for case in cases), enable_prefix_caching=True,

@@ -11,6 +11,8 @@ import numpy as np
 
 Arrays = dict[str, np.ndarray]
 POSITION_BINS = 16
+LOWEST_KL = 1e-5
+"""Smaller values are drawn at this one: equal numbers have no place on a logarithmic axis."""
 
 
 def token_record(arrays: Arrays, **facts: Any) -> dict[str, Any]:
@@ -87,14 +89,14 @@ def needle_table(needles: list[dict[str, Any]]) -> str:
 
 
 def plot_positions(positions: dict[str, list[dict[str, float]]], path: Path, title: str) -> None:
-    """Mean KL against position, one line per format, both axes logarithmic."""
+    """Mean KL against position, one line per format, both axes logarithmic; the lowest line stands for less."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.8), layout="constrained")
     axes = figure.subplots()
     for (name, rows), marker in zip(positions.items(), "osD^vPX*<>" * 3, strict=False):
         centres = [math.sqrt(r["from"] * r["to"]) for r in rows]
-        axes.plot(centres, [max(r["kl_mean"], 1e-7) for r in rows], marker=marker, markersize=4, label=name)
+        axes.plot(centres, [max(r["kl_mean"], LOWEST_KL) for r in rows], marker=marker, markersize=4, label=name)
     axes.set(xscale="log", yscale="log", xlabel="position (tokens)", ylabel="KL from auto (nats, mean)", title=title)
     ticks = [t for t in 2 ** np.arange(4, 18) if t <= max(r["to"] for rows in positions.values() for r in rows)]
     axes.set_xticks(ticks, [str(t) for t in ticks])

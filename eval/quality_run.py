@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quality_formats import PLUGIN, Format
+import torch
+from quality_formats import PLUGIN, Format, unsupported
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("quality_engine.py")
@@ -84,10 +85,10 @@ class Runner:
     def run(self, fmt: Format, units: list[dict[str, Any]], prefix_caching: bool) -> None:
         """Compute the units that are missing; a format that fails gets its reason in `status`."""
         folder, base = self.folder(fmt), self.home / "base"
-        missing = [
-            u for u in units
-            if not (folder / f"{u['id']}.npz").exists() or (fmt.is_base and not (base / f"{u['id']}.pt").exists())
-        ]  # fmt: skip
+        waiting = lambda u: not (folder / f"{u['id']}.npz").exists() or (
+            fmt.is_base and not (base / f"{u['id']}.pt").exists()
+        )
+        missing = [u for u in units if waiting(u)]
         for done in units:
             if done not in missing:
                 self.progress(fmt.label, done["id"])
@@ -100,15 +101,19 @@ class Runner:
             "folder": str(folder), "base": str(base), "is_base": fmt.is_base, "patches": fmt.patches,
             "llm": arguments, "units": missing,
         }  # fmt: skip
-        if reason := self._process(fmt, job, prefix_caching):
+        reason = self._process(fmt, job, prefix_caching)
+        if reason and any(map(waiting, units)):  # an engine that only failed to close has done its work
             self.status[fmt.label] = reason
             if fmt.is_base:
                 self.stop(reason)  # whoever waits for its hidden states would wait in vain
 
     def run_all(self, formats: list[Format], units: list[dict[str, Any]], jobs: int) -> None:
         """All formats, `jobs` engines at a time; with more than one, formats start beside `auto` and wait for it."""
+        for fmt in formats:
+            if reason := unsupported(fmt, on_cpu=not torch.cuda.is_available()):
+                self.status[fmt.label] = reason
         parts = [
-            (fmt, part, warm) for fmt in formats for warm in (False, True)
+            (fmt, part, warm) for fmt in formats if fmt.label not in self.status for warm in (False, True)
             if (part := [u for u in units if bool(u["warm"]) == warm])
         ]  # fmt: skip
         if jobs == 1:

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from bie_kernels import decode, gluon_tiles, plan, prefill, store, tuning  # noqa: E402
+from bie_kernels import decode, flash_plan, gluon_tiles, plan, prefill, prefill_flash, store, tuning  # noqa: E402
 from bie_kernels.layout import PAGE_TOKENS, PageLayout  # noqa: E402
 
 TYPES = {
@@ -119,7 +119,18 @@ def calls(layout: PageLayout, dtype: torch.dtype, group: int, q_len: int, fast: 
     numbers = {"sink_tokens": 8, "retained": 191}
     attention = numbers | {"scale": layout.head_size**-0.5, "recent_tokens": 128}
     workspace = torch.zeros(1 << 28, dtype=torch.uint8)
+
+    def flash() -> None:
+        """Both gathers and the merge; flash attention itself is not ours."""
+        cut = flash_plan.plan_flash([0, tokens], [tokens + 4096], recent_tokens=128, slice_tokens=8192)
+        lse = torch.zeros(heads * group, tokens)
+        prefill_flash.prefill(
+            q, k, v, body, window, body_table[:1], window_table[:1], starts[:2], lens[:1], out, workspace, layout,
+            cut.to(torch.device("cpu")), lambda *args, **kwargs: (kwargs["out"], lse), **attention,
+        )  # fmt: skip
+
     return {
+        "flash": flash,
         "store": lambda: store.store(k, v, body, window, slots, slots, layout),
         "seal": lambda: store.seal(
             k, body, window, body_table, window_table, starts, lens, layout, max_query_len=PAGE_TOKENS, **numbers

@@ -82,6 +82,47 @@ def _cache_views(llm) -> list[tuple]:  # noqa: ANN001
     ]
 
 
+def _guard_drafter(llm) -> None:  # noqa: ANN001
+    """From now on: poisoned bodies and windows, and a byte that a drafter writes elsewhere is an error.
+
+    Bodies and windows are filled with NaNs; whoever reads what was not written shows. (vLLM's own
+    caches are not: its kernels multiply what they mask by 0.) Around each call of the drafter the
+    bytes of the target's caches are compared, and the drafter's own between calls.
+    """
+    import torch
+
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    caches = {name: layer.kv_cache for name, layer in layers.items() if hasattr(layer, "kv_cache")}
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    draft_names = runner.drafter._draft_attn_layer_names
+    ours = [cache for name, cache in caches.items() if name not in draft_names]
+    drafts = [cache for name, cache in caches.items() if name in draft_names]
+    assert ours and drafts
+    for name, cache in caches.items():
+        if cache.dtype == torch.uint8 or name.endswith("int4_asym_window"):
+            cache.copy_(torch.full_like(cache, 255 if cache.dtype == torch.uint8 else float("nan")))
+    propose = runner.drafter.propose
+    counts = {"calls": 0, "calls_that_wrote": 0}
+    before = [[cache.clone(memory_format=torch.contiguous_format) for cache in drafts]]
+
+    def same(now: list, then: list) -> bool:
+        return all(torch.equal(a.contiguous().view(torch.uint8), b.view(torch.uint8))
+                   for a, b in zip(now, then, strict=True))  # fmt: skip
+
+    def guarded(*args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+        assert same(drafts, before[0]), "somebody else wrote into the drafter's pages"
+        saved = [cache.clone(memory_format=torch.contiguous_format) for cache in ours]
+        result = propose(*args, **kwargs)
+        assert same(ours, saved), "the drafter wrote into the target's pages"
+        counts["calls"] += 1
+        counts["calls_that_wrote"] += not same(drafts, before[0])
+        before[0] = [cache.clone(memory_format=torch.contiguous_format) for cache in drafts]
+        return result
+
+    runner.drafter.propose = guarded
+    llm.guard_counts = counts
+
+
 def _run_step(llm, step: dict):  # noqa: ANN001, ANN202
     from vllm import SamplingParams
 
@@ -97,6 +138,10 @@ def _run_step(llm, step: dict):  # noqa: ANN001, ANN202
             return _facts(llm)
         case "cache_views":
             return _cache_views(llm)
+        case "guard_drafter":
+            return _guard_drafter(llm)
+        case "guard_counts":
+            return llm.guard_counts
         case "reset_prefix_cache":
             return llm.reset_prefix_cache()
         case other:

@@ -39,12 +39,13 @@ init_none_hash(sha256)
 
 def make_manager(blocks: int, *, caching: bool = True, lookahead: int = 0, itemsize: int = 2,
                  retention: int | None = 0, max_len: int = MAX_LEN, batches: int = 1, chunk: int = 0,
-                 events: bool = False,
+                 events: bool = False, ahead: int = 0, dropped: int = 0,
                  **options) -> KVCacheManager:  # fmt: skip
     """vLLM's manager over a body and a window group."""
     config = Int4AsymConfig(**options)
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
-    window = window_spec(config, 2, 64, 64, dtype, lookahead, retention, batches=batches, chunk_tokens=chunk)
+    window = window_spec(config, 2, 64, 64, dtype, lookahead, retention, batches=batches, chunk_tokens=chunk,
+                         drafted_ahead=ahead, dropped=dropped)  # fmt: skip
     groups = [KVCacheGroupSpec(["a"], body_spec(PageLayout(64), 2)), KVCacheGroupSpec(["a.window"], window)]
     kv_config = KVCacheConfig(
         num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups, prefix_cache_retention_interval=retention
@@ -52,6 +53,7 @@ def make_manager(blocks: int, *, caching: bool = True, lookahead: int = 0, items
     return KVCacheManager(
         kv_config, max_model_len=max_len, scheduler_block_size=PAGE_TOKENS, hash_block_size=window.block_size,
         max_in_flight_tokens=2048, enable_caching=caching, log_stats=True, enable_kv_cache_events=events,
+        use_eagle=dropped > 0,
     )  # fmt: skip
 
 
@@ -127,14 +129,19 @@ def test_the_admission_cap_is_what_is_held():
 
 @pytest.mark.parametrize("batches", [1, 2, 3])
 @pytest.mark.parametrize("chunk", [64, 300, 512])
-def test_the_smallest_accepted_pool_serves_the_longest_prompt(batches, chunk):
-    """Steps in flight free nothing until they are processed: the pool that `check_pool` accepts must still do."""
+@pytest.mark.parametrize("ahead", [0, 8])
+def test_the_smallest_accepted_pool_serves_the_longest_prompt(batches, chunk, ahead):
+    """Steps in flight free nothing until they are processed: the pool that `check_pool` accepts must still do.
+
+    With `ahead` a drafter with a cache has the scheduler take pages behind each step.
+    """
     length = 2048
-    probe = parts(make_manager(500, batches=batches, max_len=length, caching=False))[1].kv_cache_spec
+    options = {"batches": batches, "max_len": length, "caching": False, "lookahead": ahead, "ahead": ahead}
+    probe = parts(make_manager(500, **options))[1].kv_cache_spec
     blocks = 1 + length // 64 + probe.peak_pages
     with pytest.raises(ValueError, match="KV-cache pages"):
-        make_manager(blocks - 1, batches=batches, max_len=length, caching=False)
-    manager = make_manager(blocks, batches=batches, max_len=length, caching=False)
+        make_manager(blocks - 1, **options)
+    manager = make_manager(blocks, **options)
     request = make_request("r", list(range(length)))
     flight: list[int] = []
     computed = 0
@@ -142,7 +149,7 @@ def test_the_smallest_accepted_pool_serves_the_longest_prompt(batches, chunk):
         n = min(chunk, length - computed)
         request.num_computed_tokens = computed
         request.num_in_flight_tokens = sum(flight)
-        assert step(manager, request, n) is not None, (computed, flight)
+        assert step(manager, request, n, ahead) is not None, (computed, flight)
         computed += n
         flight.append(n)
         if len(flight) == batches:  # the oldest step is processed before another one is scheduled
@@ -150,16 +157,18 @@ def test_the_smallest_accepted_pool_serves_the_longest_prompt(batches, chunk):
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 8, 16])
-def test_the_cap_holds_while_decoding_with_drafts(drafts):
-    manager = make_manager(300, caching=False, lookahead=drafts)
+@pytest.mark.parametrize("cached_drafter", [False, True])
+def test_the_cap_holds_while_decoding_with_drafts(drafts, cached_drafter):
+    ahead = drafts if cached_drafter else 0
+    manager = make_manager(300, caching=False, lookahead=drafts, ahead=ahead)
     _, window = parts(manager)
     request = make_request("r", list(range(300)))
     step(manager, request, 300)
     for computed in range(300, 700):
         request.num_computed_tokens = computed
         request.append_output_token_ids(7)
-        assert step(manager, request, 1 + drafts) is not None
-        assert len(held(window.req_to_blocks["r"])) <= window.kv_cache_spec.pages_held(computed + 1 + drafts)
+        assert step(manager, request, 1 + drafts, ahead) is not None
+        assert len(held(window.req_to_blocks["r"])) <= window.kv_cache_spec.pages_held(computed + 1 + drafts + ahead)
 
 
 @pytest.mark.parametrize("interval", [64, 128, 256, None])
@@ -282,6 +291,16 @@ def test_an_exact_repeat_hits_its_last_whole_page(hits, length):
     assert run_prompt(manager, "b", tokens) == 64 * ((length - 1) // 64)
 
 
+@pytest.mark.parametrize("chunk", [128, 4096])
+@pytest.mark.parametrize("length", [100, 128, 129, 500, 640])
+def test_an_exact_repeat_with_eagle_finds_its_window_one_page_earlier(length, chunk):
+    """vLLM drops the last page of a hit for EAGLE heads; the window in front of what is left must still be there."""
+    manager = make_manager(200, prefix_hits="strict", lookahead=3, ahead=3, dropped=64)
+    tokens = list(range(length))
+    assert run_prompt(manager, "a", tokens, chunk) == 0
+    assert run_prompt(manager, "b", tokens, chunk) == max(0, 64 * (length // 64) - 64)
+
+
 def test_strict_needs_the_window_and_relaxed_does_not():
     tokens = list(range(700))
     sharer = tokens[:400] + [9999] * 100
@@ -348,11 +367,13 @@ def check_invariants(manager: KVCacheManager, requests: dict[str, dict], recent:
 
 
 @given(seed=st.integers(0, 10_000), hits=st.sampled_from(["relaxed", "strict"]), caching=st.booleans(),
-       drafts=st.sampled_from([0, 1, 5]), blocks=st.sampled_from([60, 90, 200]))  # fmt: skip
+       drafts=st.sampled_from([0, 1, 5]), cached_drafter=st.booleans(),
+       blocks=st.sampled_from([60, 90, 200]))  # fmt: skip
 @settings(max_examples=60, deadline=None)
-def test_random_schedules_keep_the_invariants(seed, hits, caching, drafts, blocks):
+def test_random_schedules_keep_the_invariants(seed, hits, caching, drafts, cached_drafter, blocks):
     rng = random.Random(seed)
-    manager = make_manager(blocks, caching=caching, lookahead=drafts, max_len=1024, prefix_hits=hits)
+    ahead = drafts if cached_drafter else 0
+    manager = make_manager(blocks, caching=caching, lookahead=drafts, ahead=ahead, max_len=1024, prefix_hits=hits)
     running: dict[str, dict] = {}
     prefixes = [[rng.randrange(1000) for _ in range(400)] for _ in range(2)]
     for round_ in range(60):
@@ -362,7 +383,7 @@ def test_random_schedules_keep_the_invariants(seed, hits, caching, drafts, block
             request = make_request(f"r{round_}", prompt)
             hit = start(manager, request)
             chunk = min(rng.choice([64, 100, 300]), len(prompt) - hit)
-            if step(manager, request, chunk, first_hit=hit) is None:
+            if step(manager, request, chunk, ahead, first_hit=hit) is None:
                 continue
             running[request.request_id] = {"request": request, "computed": hit + chunk, "hit": hit}
             request.num_computed_tokens = hit + chunk
@@ -376,7 +397,7 @@ def test_random_schedules_keep_the_invariants(seed, hits, caching, drafts, block
                 request.append_output_token_ids(rng.randrange(1000))
                 n = 1 + drafts
                 accepted = 1 + rng.randrange(drafts + 1)
-            if computed + n >= 1024 or step(manager, request, n) is None:
+            if computed + n >= 1024 or step(manager, request, n, ahead) is None:
                 manager.free(request)  # preempted or finished
                 del running[name]
             else:

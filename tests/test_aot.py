@@ -22,6 +22,7 @@ BUILDS = [
     "decode-sm_90-d128-bf16-keys", "decode-sm_89-d256-bf16-keys", "decode-sm_86-d96-fp16-keys",
     "decode-sm_120-d64-bf16-gqa16-keys", "decode-sm_90-d128-bf16-q6-keys",
     "prefill-sm_80-d64-fp16", "prefill-sm_90-d128-bf16", "prefill-sm_120-d128-bf16",
+    "flash-sm_80-d64-fp16", "flash-sm_90-d128-bf16",
     "store-sm_86-d64-fp16", "store-sm_90-d128-bf16", "seal-sm_89-d64-bf16", "seal-sm_90-d128-bf16",
 ]  # fmt: skip
 """Picked so that every family, card and size occurs; the whole matrix is `slow`."""
@@ -31,7 +32,8 @@ MATRIX = [
     for arch, size, dtype in itertools.product((80, 86, 89, 90, 100, 120), (64, 80, 96, 112, 128, 192, 256), ("bf16",))
     for family, rest in (
         ("decode", ""), ("decode", "-gqa16"), ("decode", "-head_dim"), ("decode", "-g32"), ("decode", "-q6"),
-        ("prefill", ""), ("prefill", "-head_dim"), ("store", ""), ("store", "-head_dim"), ("seal", ""),
+        ("prefill", ""), ("prefill", "-head_dim"), ("flash", ""), ("flash", "-head_dim"),
+        ("store", ""), ("store", "-head_dim"), ("seal", ""),
         *((("decode", "-gluon"), ("decode", "-q6-gluon")) if size in (64, 128) else ()),
         *((("decode", "-keys"), ("decode", "-gqa16-keys"), ("decode", "-q6-keys")) if size not in (80, 112) else ()),
     )

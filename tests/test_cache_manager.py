@@ -64,6 +64,29 @@ for skipped in ((), (0,), (0, 31), (0, 1, 30, 31)):
     print(len(skipped), len(groups), f"{blocks * block / ideal - 1:.4f}", type(first).__name__)
 """
 
+DRAFTER = GROUPS.split("for skipped")[0] + """
+from bie_vllm_plugin import checks
+drafter = DrafterSpec(block_size=64, num_kv_heads=8, head_size=64, dtype=torch.bfloat16)
+for layers, draft_layers, layout in ((32, 16, "BLHNC"), (32, 32, "BLHNC"), (4, 6, "BLHNC"), (4, 4, "LBHNC")):
+    cache.kv_cache_layout, layout = layout, KVCacheLayout[layout]
+    specs = {}
+    for layer in range(layers):
+        specs[f"model.layers.{layer}.attn"] = body
+        specs[f"model.layers.{layer}.attn.window"] = window
+    names = [f"draft_model.layers.{layer}.attn" for layer in range(draft_layers)]
+    specs |= {name: drafter for name in names}
+    groups = get_kv_cache_groups(vllm_config, specs)
+    first = getattr(groups[0].kv_cache_spec, "first_spec", groups[0].kv_cache_spec)
+    for group in groups:  # as the scheduler sees them
+        group.kv_cache_spec = getattr(group.kv_cache_spec, "first_spec", group.kv_cache_spec)
+    try:
+        checks.check_drafter_group(SimpleNamespace(kv_cache_groups=groups, kv_cache_layout=cache.kv_cache_layout))
+        verdict = "accepted"
+    except ValueError:
+        verdict = "refused"
+    print(len(groups), type(first).__name__, set(names) <= set(groups[0].layer_names), verdict)
+"""
+
 
 @pytest.mark.parametrize("version", ["0.32", "0.33"])
 def test_skipped_layers_cost_at_most_5_percent(version):
@@ -76,3 +99,13 @@ def test_skipped_layers_cost_at_most_5_percent(version):
     for _, groups, overhead, first in rows:
         assert groups == "2" and 0 <= float(overhead) <= 0.05
         assert first == "BodySpec"  # its manager rules the group, even when layer 0 is skipped
+
+
+@pytest.mark.parametrize("version", ["0.32", "0.33"])
+def test_drafters_share_the_group_of_the_bodies(version):
+    """Group 0 holds bodies and drafter, led by a body, whatever the layers; otherwise the engine does not start."""
+    done = run_with(version, ["-c", DRAFTER])
+    assert done.returncode == 0, done.stderr[-3000:]
+    *packed, layer_outermost = done.stdout.splitlines()
+    assert packed == ["2 BodySpec True accepted"] * 3
+    assert layer_outermost.endswith("False refused")

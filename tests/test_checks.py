@@ -85,16 +85,66 @@ BAD_ENGINES = {
                                                       "kv_cache_scheme": {"num_bits": 8}}}},
         ["KV-cache scheme of its own", "num_bits"],
     ),
-    "draft model": (
-        "", {"speculative_config": {"method": "draft_model", "model": "MODEL", "num_speculative_tokens": 2}},
-        ["'draft_model'", "ngram"],
+    "LMCache": (
+        "from vllm.config import KVTransferConfig\n"
+        "extra['kv_transfer_config'] = KVTransferConfig(kv_connector='LMCacheConnectorV1', kv_role='kv_both')",
+        {}, ["--kv-transfer-config", "'LMCacheConnectorV1'", "another --kv-cache-dtype"],
+    ),
+    "disaggregated prefill": (
+        "from vllm.config import KVTransferConfig\n"
+        "extra['kv_transfer_config'] = KVTransferConfig(kv_connector='NixlConnector', kv_role='kv_producer')",
+        {}, ["--kv-transfer-config", "'NixlConnector'"],
+    ),
+    "offloading to LMCache": (
+        "", {"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"},
+        ["--kv-offloading-size 1.0", "leave it out or use another"],
+    ),
+    "dual batch overlap": ("", {"enable_dbo": True}, ["--enable-dbo", "micro-batches", "leave the flag out"]),
+    "micro-batches": ("", {"ubatch_size": 2}, ["--ubatch-size 2", "micro-batches"]),
+    "drafter with a cache in 8 bits": (
+        "", {"speculative_config": {"method": "draft_model", "model": "MODEL", "num_speculative_tokens": 2,
+                                    "kv_cache_dtype": "fp8"}},
+        ["speculative_config.kv_cache_dtype='fp8'", "set it to 'auto'"],
+    ),
+    "parallel drafting": (
+        "", {"speculative_config": {"method": "draft_model", "model": "MODEL", "num_speculative_tokens": 2,
+                                    "parallel_drafting": True}},
+        ["speculative_config.parallel_drafting", "one token after the other"],
+    ),
+    "drafter with windows": (
+        "", {"speculative_config": {"method": "draft_model", "model": "WINDOWED", "num_speculative_tokens": 2}},
+        ["sliding-window layers", "full attention only"],
+    ),
+    "several MTP modules": (
+        "", {"model": "TWO_MTP", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+        ["2 speculative tokens of several MTP modules", "num_speculative_tokens to 1"],
+    ),
+    "medusa": (
+        "", {"speculative_config": {"method": "medusa", "model": "MEDUSA", "num_speculative_tokens": 2}},
+        ["'medusa'", "draft_model, eagle, eagle3, mtp, ngram"],
     ),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def refusals(model_64, model_1kv) -> dict[str, str]:
+def refusals(model_64, model_1kv, tmp_path_factory) -> dict[str, str]:
     """The message of every case, one process for all of them (each makes a configuration, no engine)."""
+    base = tmp_path_factory.mktemp("models")
+    small = {
+        "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "vocab_size": 512, "intermediate_size": 128, "torch_dtype": "float32", "max_position_embeddings": 512,
+    }  # fmt: skip
+    folders = {
+        "MODEL": model_64,
+        "MQA": model_1kv,
+        "WINDOWED": config_only(
+            base / "mistral", architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=64, **small
+        ),
+        "TWO_MTP": config_only(
+            base / "mimo", architectures=["MiMoForCausalLM"], model_type="qwen2", num_nextn_predict_layers=2, **small
+        ),
+        "MEDUSA": config_only(base / "medusa", architectures=["MedusaModel"], model_type="medusa", **small),
+    }
     parts = [
         "import json, traceback",
         "from vllm.engine.arg_utils import EngineArgs",
@@ -103,7 +153,10 @@ def refusals(model_64, model_1kv) -> dict[str, str]:
         "results = {}",
     ]
     for name, (code, arguments, _) in BAD_ENGINES.items():
-        arguments = json.loads(json.dumps(arguments).replace("MODEL", model_64).replace("MQA", model_1kv))
+        text = json.dumps(arguments)
+        for placeholder, folder in folders.items():
+            text = text.replace(f'"{placeholder}"', json.dumps(folder))
+        arguments = json.loads(text)
         body = textwrap.indent(
             f"extra = dict({arguments!r})\n{code}\n"
             f"extra.setdefault('model', {model_64!r})\n"
@@ -184,6 +237,16 @@ def model_refusals(tmp_path_factory) -> dict[str, str]:
 )
 def test_models_that_are_refused(model_refusals, case, words):
     assert all(word in model_refusals[case] for word in words), model_refusals[case]
+
+
+def test_drafters_that_read_the_targets_cache_are_refused():
+    from types import SimpleNamespace
+
+    from bie_vllm_plugin.window_layer import check_drafter_layer
+
+    check_drafter_layer(SimpleNamespace(layer_name="draft.0", kv_sharing_target_layer_name=None))
+    with pytest.raises(ValueError, match="draft.0 reads the KV cache of model.layers.3"):
+        check_drafter_layer(SimpleNamespace(layer_name="draft.0", kv_sharing_target_layer_name="model.layers.3"))
 
 
 LAYER_FEATURES = {

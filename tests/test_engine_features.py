@@ -219,13 +219,19 @@ def test_every_worker_logs_the_settings(model_64, tmp_path):
     assert all("4 layers" in line and "sink_tokens=8 recent_tokens=128" in line for line in lines)
 
 
-def test_the_log_names_what_equal_pages_cost(model_64, tmp_path):
-    """Skipped layers run on the CPU backend, which takes LBHNC only."""
+def test_the_log_names_what_equal_pages_cost(model_64, tmp_path, monkeypatch):
+    """Only where somebody asks for LBHNC; skipped layers and a drafter alone are packed. The drafter is named."""
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LBHNC")
     lines = boot_log(tmp_path / "boot.py", **llm(model_64, kv_cache_dtype_skip_layers=["0"]))
     (cost,) = [line for line in lines if "LBHNC" in line]
     groups, percent = re.search(r"(\d+) groups.* (\d+) % above", cost).groups()
     assert int(groups) > 2 and int(percent) > 50
-    assert not any("LBHNC" in line for line in boot_log(tmp_path / "plain.py", **llm(model_64)))
+    assert "drafter" not in "".join(lines)
+    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT")
+    draft = {"method": "draft_model", "model": model_64, "num_speculative_tokens": 3}
+    arguments = llm(model_64, kv_cache_dtype_skip_layers=["0"], speculative_config=draft)
+    (line,) = boot_log(tmp_path / "packed.py", **arguments)
+    assert "LBHNC" not in line and "drafter draft_model, 3 tokens, its own cache: auto" in line
 
 
 def test_other_dtypes_do_not_notice_the_plugin(model_64):

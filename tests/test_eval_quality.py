@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 EVAL = Path(__file__).parent.parent / "eval"
 sys.path.insert(0, str(EVAL))
@@ -15,6 +16,7 @@ sys.path.insert(0, str(EVAL))
 import models
 import quality
 import quality_data
+import quality_engine
 import quality_formats
 import quality_report
 import quality_run
@@ -170,6 +172,7 @@ def test_missing_package_is_one_sentence(monkeypatch, capsys):
 
 
 def test_a_wrong_package_is_noticed(tmp_path):
+    """Whether it was downloaded or brought by hand."""
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUFrubbish")
     wanted = models.PACKAGED["smollm2"]
@@ -179,6 +182,110 @@ def test_a_wrong_package_is_noticed(tmp_path):
     models.check(file, models.Packaged(("p",), 11, digest, "llama", 1))
     with pytest.raises(SystemExit, match="sha256"):
         models.check(file, models.Packaged(("p",), 11, "0", "llama", 1))
+    with pytest.raises(SystemExit, match="do not hold the expected model"):
+        models.from_file("smollm2", file, tmp_path / "new")
+    with pytest.raises(SystemExit, match="exists; name a new folder"):
+        models.from_file("smollm2", file, tmp_path)
+
+
+# -- driver ----------------------------------------------------------------------------
+FAKE_ENGINE = """
+import json, sys, time
+from pathlib import Path
+import numpy as np
+job = json.loads(Path(sys.argv[1]).read_text())
+folder = Path(job["folder"])
+folder.mkdir(parents=True, exist_ok=True)
+Path(job["base"]).mkdir(parents=True, exist_ok=True)
+behaviour = job["llm"]["kv_cache_dtype"] if not job["is_base"] else job["llm"]["base"]
+for unit in job["units"]:
+    if behaviour == "dies":
+        print(json.dumps({"error": "no such thing"}), flush=True)
+        sys.exit(1)
+    while not job["is_base"] and not (Path(job["base"]) / f"{unit['id']}.pt").exists():
+        time.sleep(0.02)
+    if unit["id"] == "second" and behaviour == "hangs":
+        time.sleep(600)
+    np.savez(folder / f"{unit['id']}.npz", cached=0)
+    if job["is_base"]:
+        (Path(job["base"]) / f"{unit['id']}.pt").write_text("")
+    print(json.dumps({"unit": unit["id"]}), flush=True)
+"""
+
+
+def _runner(tmp_path, monkeypatch, base: str = "runs") -> quality_run.Runner:
+    worker = tmp_path / "worker.py"
+    worker.write_text(FAKE_ENGINE)
+    monkeypatch.setattr(quality_run, "WORKER", worker)
+    monkeypatch.setattr(quality_run, "unsupported", lambda fmt, on_cpu: None)
+    return quality_run.Runner("model", {"base": base}, tmp_path / "work")
+
+
+UNITS = [{"id": name, "warm": []} for name in ("first", "second")] + [{"id": "third", "warm": [1]}]
+AUTO, GOOD, HANGS, DIES = (quality_formats.Format(name, name) for name in ("auto", "good", "hangs", "dies"))
+
+
+def _done(runner: quality_run.Runner, fmt: quality_formats.Format) -> list[str]:
+    return [u["id"] for u in UNITS if runner.result(fmt, u) is not None]
+
+
+def test_engines_side_by_side_wait_for_auto_and_can_be_ended(tmp_path, monkeypatch):
+    runner = _runner(tmp_path, monkeypatch)
+    finished = []
+
+    def progress(label: str, unit: str | None) -> None:
+        finished.append((label, unit))
+        if len(finished) == 8:  # all of auto's and good's units, and what the hanging format can do
+            runner.stop("the time is over")
+
+    runner.progress = progress
+    runner.run_all([AUTO, GOOD, HANGS], UNITS, jobs=6)
+    assert _done(runner, AUTO) == _done(runner, GOOD) == ["first", "second", "third"]
+    assert _done(runner, HANGS) == ["first", "third"]
+    assert runner.status == {"hangs": "the time is over"} and not runner.live
+    runner.run_all([AUTO, HANGS], UNITS, jobs=2)  # stopped: starts nothing, returns at once
+    assert _done(runner, HANGS) == ["first", "third"]
+
+
+@pytest.mark.parametrize("jobs", [1, 4])
+def test_a_format_that_fails_leaves_the_others(tmp_path, monkeypatch, jobs):
+    runner = _runner(tmp_path, monkeypatch)
+    runner.run_all([AUTO, DIES, GOOD], UNITS, jobs)
+    assert set(runner.status) == {"dies"} and runner.status["dies"].startswith("no such thing (log: ")
+    assert _done(runner, GOOD) == ["first", "second", "third"] and _done(runner, DIES) == []
+
+
+@pytest.mark.parametrize("jobs", [1, 4])
+def test_without_auto_nothing_is_measured(tmp_path, monkeypatch, jobs):
+    runner = _runner(tmp_path, monkeypatch, base="dies")
+    runner.run_all([AUTO, GOOD], UNITS, jobs)
+    assert all("no such thing" in runner.status[name] for name in ("auto", "good"))
+    assert not any(runner.result(GOOD, u) for u in UNITS)
+
+
+def test_forced_tokens_follow_positions():
+    """Prefill chunks and foreign rows are left alone; from the prompt's last position on, tokens are pinned."""
+    model = torch.nn.Identity()
+    model.compute_logits = lambda hidden: torch.zeros(len(hidden), 7)
+    captured = quality_engine.Captured(model)
+    forcing = quality_engine.Forcing(model, captured)
+    captured.start()
+    forcing.start([5, 3], first=9)
+    picked = []
+    for positions in (range(0, 6), range(6, 10), range(10, 11), range(11, 12)):
+        hidden = torch.zeros(len(positions), 2)
+        captured._hook(model, (), {"positions": torch.tensor(positions)}, hidden)
+        picked.append(model.compute_logits(hidden[-1:]).softmax(-1).max(-1))
+    assert [int(p.indices) for p in picked[1:3]] == [5, 3] and all(float(p.values) == 1 for p in picked[1:3])
+    assert float(picked[0].values) < 0.2 and float(picked[3].values) < 0.2
+    assert captured.take(range(12)).shape == (12, 2)
+    with pytest.raises(RuntimeError, match="12 to 12"):
+        captured.take(range(13))
+
+
+def test_a_format_that_only_a_gpu_computes():
+    for name, on_cpu, runs in (("nvfp4", True, False), ("nvfp4", False, True), ("fp8", True, True)):
+        assert (quality_formats.unsupported(quality_formats.Format(name, name), on_cpu) is None) == runs
 
 
 # -- engines ---------------------------------------------------------------------------
@@ -187,9 +294,24 @@ def _run(model: str, work: Path, *more: str) -> tuple[int, dict]:
     return status, json.loads((work / "quality_test.json").read_text())
 
 
+@pytest.mark.engine
+def test_broken_formats_are_rejected(smollm2, tmp_path):
+    """Keys along the head without windows and a wrong scale lose too much; the defaults do not."""
+    status, result = _run(
+        smollm2, tmp_path, "--formats", f"auto,int4_asym,{BROKEN},{WRONG_SCALE}", "--contexts", "512", "--documents",
+        "prose", "--decode", "0", "--needles", "none", "--kv-memory", "0.25", "--judge", BROKEN,
+    )  # fmt: skip
+    assert status == 1
+    outcomes = {v["format"]: v["outcome"] for v in result["verdicts"]}
+    assert outcomes[BROKEN] == outcomes[WRONG_SCALE] == stats.REJECT
+    assert outcomes["int4_asym"] != stats.REJECT
+    kl = {r["format"]: r["kl_mean"] for r in result["records"]}
+    assert kl["int4_asym"] < 0.01 and kl[BROKEN] > 10 * kl["int4_asym"]
+
+
 @pytest.mark.slow
 @pytest.mark.engine
-def test_broken_formats_are_rejected_and_runs_resume(smollm2, tmp_path, monkeypatch):
+def test_every_measure_and_resumption(smollm2, tmp_path, monkeypatch):
     """Smoke run of every measure; keys along the head without windows and a wrong scale are rejected."""
     arguments = [
         "--formats", f"auto,int4_asym,{BROKEN},{WRONG_SCALE}", "--contexts", "512,1024", "--documents", "prose",
@@ -221,16 +343,16 @@ def test_broken_formats_are_rejected_and_runs_resume(smollm2, tmp_path, monkeypa
     assert again["records"] == result["records"] and again["verdicts"] == result["verdicts"]
 
 
-@pytest.mark.slow
 @pytest.mark.engine
-def test_a_format_that_does_not_run_is_said_so(model_64, tmp_path, smollm2):
+def test_a_format_that_does_not_run_is_said_so(tmp_path, smollm2, capsys):
     """A known format that this machine does not serve: a sentence instead of numbers."""
     status, result = _run(
         smollm2, tmp_path, "--formats", "auto,turboquant_4bit_nc", "--contexts", "256", "--documents", "prose",
         "--decode", "0", "--needles", "none", "--kv-memory", "0.25",
     )  # fmt: skip
     assert status == 2
-    assert result["formats"]["turboquant_4bit_nc"].startswith("did not run: ")
+    assert result["formats"]["turboquant_4bit_nc"].startswith("did not run: turboquant_4bit_nc needs a GPU")
+    assert "turboquant_4bit_nc did not run" in capsys.readouterr().err
     assert result["records"] == [] and result["verdicts"] == []
 
 

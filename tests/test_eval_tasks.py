@@ -71,8 +71,9 @@ def test_task_definitions_load():
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 def test_one_task_through_lm_eval(smollm2, tmp_path):
     args = argparse.Namespace(
-        tasks=["bie_json"], limit=2, dtype="auto", kv_memory=0.25, engine_args={"max_num_seqs": 2}, work=tmp_path
-    )
+        tasks=["bie_json"], limit=2, dtype="auto", kv_memory=0.25, engine_args={"max_num_seqs": 2}, work=tmp_path,
+        deadline=None,
+    )  # fmt: skip
     fmt = quality_formats.parse_format("int4_asym")
     samples = quality_tasks.run(smollm2, fmt, args)
     assert len(samples["bie_json"]["acc"]) == len(samples["bie_json"]["valid"]) == 2

@@ -93,7 +93,7 @@ def test_profile_follows_the_card(capsys: pytest.CaptureFixture) -> None:
 def test_auto_context_is_what_fits(capsys: pytest.CaptureFixture) -> None:
     command, err = dry(capsys, CARD_8, LLAMA_AWQ, "--profile", "8gb", "--max-model-len", "auto")
     assert value(command, "--max-model-len") == "auto"
-    assert "Fits: 38,4" in err  # of the model's 131,072
+    assert "Fits: 38,336" in err  # of the model's 131,072
 
 
 def test_own_config_replaces_the_profile(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -60,6 +61,12 @@ class FlashPlan:
     slices: list[tuple[Gather, list[Call]]] = field(default_factory=list)
     host: list[int] = field(default_factory=list)
     numbers: torch.Tensor | None = None
+
+    @cached_property
+    def sizes(self) -> tuple[int, int]:
+        """Most workspace rows that a call reads, most query rows of a call."""
+        every = [call for _, call in self.bands] + [call for _, calls in self.slices for call in calls]
+        return max((call.keys for call in every), default=0), max((c.last - c.first for c in every), default=0)
 
     def put(self, values: Sequence[int]) -> int:
         """Append numbers, 16-byte aligned; returns their offset."""

@@ -232,9 +232,7 @@ def prefill(
     numbers = plan.numbers
     if numbers is None:
         raise ValueError("plan: its numbers are not on the device; call plan.to(device)")
-    every = [call for _, call in plan.bands] + [call for _, calls in plan.slices for call in calls]
-    keys = max((call.keys for call in every), default=0)
-    rows = max((call.last - call.first for call in every), default=0)
+    keys, rows = plan.sizes
     need = workspace_bytes(keys, rows, q.shape[1], heads, layout, q.element_size())
     require(workspace.dtype == torch.uint8 and workspace.numel() >= need,
             f"workspace has {workspace.numel()} bytes, {need} are needed")  # fmt: skip

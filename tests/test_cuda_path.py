@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows of a batch go to which GPU kernel: decided on the host, testable without a card."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from bie_vllm_plugin import cuda_path  # noqa: E402
+
+LIMITS = cuda_path.FlashLimits(
+    flash=lambda *args, **kwargs: None, slice_tokens=16384, rows=4096, recent_tokens=128, drafts=3,
+    pair_work=4 * 32 * 128, least_work=1.5e11,
+)  # fmt: skip
+
+
+def split(lengths: list[tuple[int, int]], limits=LIMITS, *, threshold: int = 1, prefilling: list[bool] | None = None):
+    """The split of requests (computed, q_len), as vLLM orders them."""
+    starts = torch.tensor([0, *accumulate(n for _, n in lengths)], dtype=torch.int32)
+    seq_lens = torch.tensor([c + n for c, n in lengths], dtype=torch.int32)
+    common = SimpleNamespace(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=seq_lens, seq_lens_cpu_upper_bound=seq_lens,
+        num_reqs=len(lengths), num_actual_tokens=int(starts[-1]), max_query_len=max(n for _, n in lengths),
+        is_prefilling=None if prefilling is None else torch.tensor(prefilling),
+    )  # fmt: skip
+    return cuda_path.split_batch(common, threshold, limits)
+
+
+def test_decodes_only() -> None:
+    s = split([(1000, 1)] * 3)
+    assert (s.decodes, s.q_len, s.starts, s.plan) == (3, 1, None, None)
+
+
+def test_a_long_chunk_goes_to_flash_attention_and_the_decodes_do_not() -> None:
+    s = split([(1000, 1), (20, 1), (30000, 2048), (0, 700)])
+    assert (s.decodes, s.starts, s.flash_first, s.flash_row) == (2, None, 2, 2)
+    assert s.flash_starts.tolist() == [0, 2048, 2748]
+    assert s.plan.numbers is not None and s.plan.bands
+
+
+def test_little_work_stays_in_one_launch() -> None:
+    s = split([(0, 1024)])
+    assert s.plan is None and s.starts.tolist() == [0, 1024]
+    assert split([(65536, 100)]).plan is None
+    assert split([(0, 2048)] * 4).plan is not None  # no more work, but the device has enough else to do
+
+
+def test_without_flash_attention_all_is_fused() -> None:
+    assert split([(0, 16384)], None).plan is None
+
+
+def test_rows_with_drafts_in_flight_are_not_trusted() -> None:
+    """Three drafts of a request that may have lost the last three: its length on the host is an upper bound."""
+    lengths = [(500, 4), (500, 3), (30000, 2048)]
+    s = split(lengths, threshold=4)
+    assert (s.decodes, s.q_len) == (1, 4)
+    assert s.starts.tolist() == [0, 3] and (s.flash_first, s.flash_row) == (2, 7)
+    # Such rows behind the chunk keep the whole batch out of it, unless vLLM says that they are prefill.
+    behind = [(30000, 2048), (500, 3)]
+    assert split(behind, threshold=4).plan is None
+    s = split(behind, threshold=4, prefilling=[True, True])
+    assert s.flash_first == 0 and s.flash_starts.tolist() == [0, 2048, 2051]
+    assert split(behind, threshold=4, prefilling=[True, False]).plan is None
