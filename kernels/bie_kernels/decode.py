@@ -43,9 +43,13 @@ from bie_kernels.tiles import (
 from bie_kernels.tuning import decode_tile, interpreted, overlaps
 
 try:
-    from bie_kernels import decode_gluon, decode_keys
+    from bie_kernels import decode_gluon
 except (ImportError, AttributeError):  # a Triton without Gluon, or with another one
-    decode_gluon = decode_keys = None  # type: ignore[assignment]
+    decode_gluon = None  # type: ignore[assignment]
+try:
+    from bie_kernels import decode_keys
+except (ImportError, AttributeError):  # it asks more of Gluon
+    decode_keys = None  # type: ignore[assignment]
 
 Fast: TypeAlias = bool | Literal["keys"] | None
 """Kernel of a launch: the best verified one (None), `decode_gluon` (True), the plain one (False), `decode_keys`."""

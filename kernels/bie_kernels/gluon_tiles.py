@@ -75,9 +75,8 @@ def code_chunks(channels):
 # -- of the plain kernels, and of this Triton -----------------------------------
 page_ranges = gluon.jit(tiles.page_ranges.fn)
 window_range = gluon.jit(tiles.window_range.fn)
-# Triton 3.9 renamed the copy and the barrier.
+# Triton 3.9 renamed the copy.
 copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 def serves(sizes: tuple[int, ...], layout: PageLayout, soft_cap: float, device: torch.device) -> bool:

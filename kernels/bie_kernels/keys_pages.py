@@ -13,7 +13,6 @@ from bie_kernels.gluon_tiles import (
     OPERAND_B,
     PAGE,
     TOKEN_META,
-    barrier,
     copy_async,
     rows_layout,
     slots_to_tokens,
@@ -36,6 +35,9 @@ from bie_kernels.keys_tiles import (
     word_rows,
 )
 from bie_kernels.tiles import NEGATIVE
+
+# Triton 3.9 renamed it.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
@@ -108,7 +110,7 @@ def page_scores(
         for word in gl.static_range(WORDS):
             if 128 * part + 8 * word < D:
                 if word % LOAD == 0:
-                    if T > 1 and word > 0:
+                    if T > 1 and word > 0:  # or all loads go first, and registers do not suffice
                         barrier()
                     words = split_words(codes.slice(2 * word, 2 * LOAD, 1).load(word_rows(LOAD)), LOAD)
                 scale = _key_meta(ring_km, stage, 4 * part, word)
@@ -141,7 +143,7 @@ def add_page_values(
     new_low = ()
     scaled = weights
     for block in gl.static_range(D // VB):
-        if T > 1 and block > 0:
+        if T > 1 and block > 0:  # as for the keys
             barrier()
         if (block * VB) % 64 == 0:
             scale = ring_vs.index(stage).slice(block * VB, 64).load(TOKEN_META)
