@@ -123,7 +123,7 @@ def frames(text: str) -> str:
     return "".join(f"\n    {line}" for line in lines[:4])
 
 
-class Session:
+class Tuning:
     """A run within a budget."""
 
     def __init__(self, budget: float, jobs: int, command: Command = own, limit: float = 8e-3) -> None:
@@ -213,11 +213,11 @@ def main() -> None:
         finally:
             faulthandler.cancel_dump_traceback_later()
     else:
-        session = Session(args.budget, args.jobs)
+        tuning_run = Tuning(args.budget, args.jobs)
         for cases in ROUNDS:
-            session.round(cases, args.samples, args.out)
-        passed = sum(x["verdict"].startswith("passed") for x in session.gates)
-        session.say(f"done: {passed} of {len(session.gates)} variants passed, {len(session.times)} times in {args.out}")
+            tuning_run.round(cases, args.samples, args.out)
+        passed = sum(x["verdict"].startswith("passed") for x in tuning_run.gates)
+        tuning_run.say(f"done: {passed} of {len(tuning_run.gates)} variants passed, {len(tuning_run.times)} times in {args.out}")
 
 
 if __name__ == "__main__":
