@@ -213,11 +213,11 @@ def main() -> None:
         finally:
             faulthandler.cancel_dump_traceback_later()
     else:
-        tuning_run = Tuning(args.budget, args.jobs)
+        run = Tuning(args.budget, args.jobs)
         for cases in ROUNDS:
-            tuning_run.round(cases, args.samples, args.out)
-        passed = sum(x["verdict"].startswith("passed") for x in tuning_run.gates)
-        tuning_run.say(f"done: {passed} of {len(tuning_run.gates)} variants passed, {len(tuning_run.times)} times in {args.out}")
+            run.round(cases, args.samples, args.out)
+        passed = sum(x["verdict"].startswith("passed") for x in run.gates)
+        run.say(f"done: {passed} of {len(run.gates)} variants passed, {len(run.times)} times in {args.out}")
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ class _Kernel:
     """`gluon.jit`: called from another kernel as a function, launched over a grid."""
 
     def __init__(self, fn: Any, language: Any) -> None:
-        if "tl" in fn.__globals__:  # a helper of the plain kernels
+        if "tl" in fn.__globals__:  # shared with the plain kernels
             names = {k: getattr(v, "value", v) for k, v in fn.__globals__.items()} | {"tl": language}
             fn = types.FunctionType(fn.__code__, names, fn.__name__)
         self.fn, self.language = fn, language

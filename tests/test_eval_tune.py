@@ -34,9 +34,9 @@ def test_only_what_passed_is_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(tune_decode, "GATE_LIMIT", 3.0)
-    tuning_run, out = tune_decode.Tuning(60, 4, worker), tmp_path / "tune.json"
+    run, out = tune_decode.Tuning(60, 4, worker), tmp_path / "tune.json"
     begin = time.monotonic()
-    tuning_run.round([("q6 8x32k", list(GATES)), ("1x8k", ["dies"]), ("q6 1x64k", ["good"])], 3, out)
+    run.round([("q6 8x32k", list(GATES)), ("1x8k", ["dies"]), ("q6 1x64k", ["good"])], 3, out)
     assert time.monotonic() - begin < 30
     saved = json.loads(out.read_text())
     assert [(x["case"], x["format"]) for x in saved["records"]] == [("q6 8x32k", "good"), ("q6 1x64k", "good")]
@@ -52,9 +52,9 @@ def test_only_what_passed_is_timed(
 
 
 def test_nothing_starts_after_the_budget(tmp_path: Path) -> None:
-    tuning_run = tune_decode.Tuning(0, 2, worker)
-    tuning_run.round([("1x8k", ["good", "hangs"])], 3, tmp_path / "tune.json")
-    assert tuning_run.gates == tuning_run.times == []
+    run = tune_decode.Tuning(0, 2, worker)
+    run.round([("1x8k", ["good", "hangs"])], 3, tmp_path / "tune.json")
+    assert run.gates == run.times == []
 
 
 def test_every_variant_names_a_case_and_a_setting() -> None:
