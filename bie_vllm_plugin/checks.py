@@ -14,6 +14,7 @@ import torch
 
 from bie_kernels.layout import HEAD_SIZES, PAGE_TOKENS
 from bie_vllm_plugin.config import DTYPE_NAME, Int4AsymConfig
+from bie_vllm_plugin.model_checks import check_model
 
 logger = logging.getLogger("vllm.bie_vllm_plugin")
 
@@ -35,7 +36,7 @@ def check_config(vllm_config: VllmConfig) -> None:
     """
     Int4AsymConfig.from_vllm(vllm_config)
     _check_cache(vllm_config)
-    _check_model(vllm_config)
+    check_model(vllm_config)
     _check_engine(vllm_config)
 
 
@@ -57,57 +58,6 @@ def _check_cache(vllm_config: VllmConfig) -> None:
             f"--kv-transfer-config with connector {connector!r} does not go with {DTYPE_NAME} yet: external prefixes "
             "end inside pages and lack the sinks; leave it out or use another --kv-cache-dtype."
         )
-
-
-def _check_model(vllm_config: VllmConfig) -> None:
-    model = vllm_config.model_config
-    if model is None:
-        return
-    if model.use_mla:
-        raise ValueError(
-            f"{model.model} uses multi-head latent attention (MLA), which {DTYPE_NAME} does not support; "
-            "use --kv-cache-dtype auto or fp8."
-        )
-    if model.is_encoder_decoder:
-        raise ValueError(
-            f"{model.model} is an encoder-decoder model, which {DTYPE_NAME} does not support; "
-            "use --kv-cache-dtype auto."
-        )
-    if model.is_hybrid:
-        raise ValueError(
-            f"{model.model} mixes attention with state-space or linear-attention layers, which {DTYPE_NAME} does "
-            "not support yet; use --kv-cache-dtype auto or fp8."
-        )
-    if model.attention_chunk_size is not None:
-        raise ValueError(
-            f"{model.model} uses chunked local attention (chunk {model.attention_chunk_size}), which {DTYPE_NAME} "
-            "does not support yet; use --kv-cache-dtype auto or fp8."
-        )
-    if (scheme := _checkpoint_kv_scheme(model.hf_config)) is not None:
-        raise ValueError(
-            f"{model.model} brings a KV-cache scheme of its own ({scheme}), which {DTYPE_NAME} would ignore; "
-            "use --kv-cache-dtype auto or a checkpoint without one."
-        )
-    text = model.hf_text_config
-    windowed = getattr(text, "sliding_window", None) is not None or "sliding_attention" in (
-        getattr(text, "layer_types", None) or ()
-    )
-    skipped = vllm_config.cache_config.kv_cache_dtype_skip_layers
-    if windowed and "sliding_window" not in skipped:
-        skipped.append("sliding_window")
-
-
-def _checkpoint_kv_scheme(hf_config: Any) -> Any:
-    """The checkpoint's own KV-cache quantisation (compressed-tensors or ModelOpt), or None."""
-    quant = getattr(hf_config, "quantization_config", None)
-    if not isinstance(quant, dict):
-        return None
-    nested = quant.get("quantization")
-    for source in (quant, nested if isinstance(nested, dict) else {}):
-        for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
-            if source.get(key) is not None:
-                return source[key]
-    return None
 
 
 def _check_engine(vllm_config: VllmConfig) -> None:
@@ -195,6 +145,51 @@ def check_layer(selector: Any) -> None:
     ):
         if getattr(selector, attribute, False):
             raise ValueError(f"{DTYPE_NAME} does not support {what}; serve this model with another --kv-cache-dtype.")
+
+
+def check_built_layers(vllm_config: VllmConfig) -> None:
+    """Every decoder layer that is not skipped must have taken this dtype, on our backend.
+
+    Models with a backend of their own (MiMo-V2, whose keys and values differ in size)
+    or a special attention layer (with static sinks, say) are never asked by
+    `check_layer`; others (Falcon) build their layers without vLLM's cache settings and
+    would stay in 16 bits without a word.
+
+    Raises:
+        ValueError: names the layer and the reason.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionType
+
+    from bie_vllm_plugin.backend import Int4AsymBackend
+
+    layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+    speculation = vllm_config.speculative_config
+    drafter_may_differ = speculation is not None and speculation.method not in DRAFTERS_WITHOUT_CACHE
+    way_out = "serve this model with another --kv-cache-dtype"
+    for name, layer in layers.items():
+        if not isinstance(layer, Attention) or layer.attn_type != AttentionType.DECODER:
+            continue
+        if layer.kv_cache_dtype != DTYPE_NAME:
+            if not drafter_may_differ and not _skipped(name, layer, vllm_config.cache_config):
+                raise ValueError(
+                    f"vLLM builds {name} without its cache settings, so it would not take --kv-cache-dtype "
+                    f"{DTYPE_NAME}; {way_out}."
+                )
+        elif type(layer) is not Attention or layer.attn_backend is not Int4AsymBackend:
+            raise ValueError(
+                f"{name} is a {type(layer).__name__} layer with an attention backend of its own "
+                f"({layer.attn_backend.get_name()}), which {DTYPE_NAME} cannot replace; {way_out}."
+            )
+
+
+def _skipped(name: str, layer: Any, cache: Any) -> bool:
+    """Whether --kv-cache-dtype-skip-layers names this layer, by vLLM's own rule."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    skip = cache.kv_cache_dtype_skip_layers
+    windowed = layer.sliding_window is not None and "sliding_window" in skip
+    return windowed or str(extract_layer_index(name)) in skip
 
 
 def check_pool(manager: Any) -> None:

@@ -6,7 +6,8 @@ What is wrapped, and why no public way does it:
 * the platform's `check_and_update_config`: the only place where a plugin sees the
   configuration before a model is loaded (validation, 64-token blocks);
 * its `get_attn_backend_cls`: backends are chosen per platform, ours by dtype;
-* its `update_block_size_for_backend`: rewrites the block size after loading;
+* its `update_block_size_for_backend`: rewrites the block size after loading; a model that
+  brings its own backend (or wraps ours) never asks the platform, and is caught here;
 * its `register_custom_kv_cache_specs`: public hook for platforms, run in the
   process of the scheduler with the engine's config; it also installs
 * `KVCacheManager.__init__` (is the pool large enough to prefill in chunks?) and
@@ -121,7 +122,9 @@ def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:
         original(vllm_config)
         return
     from bie_kernels.layout import PAGE_TOKENS
+    from bie_vllm_plugin.checks import check_built_layers
 
+    check_built_layers(vllm_config)
     vllm_config.cache_config.block_size = PAGE_TOKENS
 
 
@@ -205,7 +208,7 @@ def attach_layers(vllm_config: VllmConfig) -> list[str]:
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.backend import AttentionType
 
-    from bie_vllm_plugin.window_layer import WindowLayer, body_spec_of, dense_spec_of
+    from bie_vllm_plugin.window_layer import WindowLayer, body_spec_of, dense_spec_of, sliding_spec_of
 
     layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
     ours = []
@@ -218,6 +221,7 @@ def attach_layers(vllm_config: VllmConfig) -> list[str]:
                 layers[companion] = WindowLayer(layer)
                 layer.get_kv_cache_spec = functools.partial(body_spec_of, layer)
                 layer.impl.layer_name = name
-        elif layer.attn_type == AttentionType.DECODER and layer.sliding_window is None:
-            layer.get_kv_cache_spec = functools.partial(dense_spec_of, layer, type(layer).get_kv_cache_spec)
+        elif layer.attn_type == AttentionType.DECODER:
+            spec_of = dense_spec_of if layer.sliding_window is None else sliding_spec_of
+            layer.get_kv_cache_spec = functools.partial(spec_of, layer, type(layer).get_kv_cache_spec)
     return ours

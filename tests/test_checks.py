@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -127,63 +126,6 @@ def test_bad_engine_configurations(refusals, case):
     assert all(word in message for word in words), message
     # pydantic wraps a validator's ValueError; the sentence itself is one line.
     assert len([line for line in message.splitlines() if words[0] in line]) == 1
-
-
-def config_only(folder: Path, **config) -> str:
-    """A model folder with nothing but a config.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def model_refusals(tmp_path_factory) -> dict[str, str]:
-    base = tmp_path_factory.mktemp("refused")
-    folders = {
-        "MLA": config_only(
-            base / "mla", architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", hidden_size=128,
-            num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, q_lora_rank=None, kv_lora_rank=64,
-            qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32, vocab_size=512, intermediate_size=128,
-            moe_intermediate_size=64, n_routed_experts=4, torch_dtype="float32", max_position_embeddings=512,
-        ),
-        "encoder-decoder": config_only(
-            base / "whisper", architectures=["WhisperForConditionalGeneration"], model_type="whisper", d_model=64,
-            encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, vocab_size=512,
-            encoder_ffn_dim=64, decoder_ffn_dim=64, torch_dtype="float32", max_target_positions=448,
-        ),
-        "state space": config_only(
-            base / "jamba", architectures=["JambaForCausalLM"], model_type="jamba", hidden_size=128,
-            num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, vocab_size=512, intermediate_size=128,
-            torch_dtype="float32", max_position_embeddings=512,
-        ),
-    }  # fmt: skip
-    code = textwrap.dedent(f"""
-        import json
-        from vllm.engine.arg_utils import EngineArgs
-        results = {{}}
-        for name, folder in {folders!r}.items():
-            try:
-                EngineArgs(model=folder, kv_cache_dtype="int4_asym", skip_tokenizer_init=True).create_engine_config()
-                results[name] = "accepted"
-            except Exception as error:
-                results[name] = str(error)
-        print("RESULTS" + json.dumps(results))
-    """)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert "RESULTS" in done.stdout, done.stderr[-3000:]
-    return json.loads(done.stdout.split("RESULTS")[1])
-
-
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("MLA", ["multi-head latent attention", "--kv-cache-dtype auto"]),
-        ("encoder-decoder", ["encoder-decoder model", "--kv-cache-dtype auto"]),
-        ("state space", ["state-space", "--kv-cache-dtype auto"]),
-    ],
-)
-def test_models_that_are_refused(model_refusals, case, words):
-    assert all(word in model_refusals[case] for word in words), model_refusals[case]
 
 
 LAYER_FEATURES = {
