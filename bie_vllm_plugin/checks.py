@@ -147,13 +147,16 @@ def check_layer(selector: Any) -> None:
             raise ValueError(f"{DTYPE_NAME} does not support {what}; serve this model with another --kv-cache-dtype.")
 
 
-def check_built_layers(vllm_config: VllmConfig) -> None:
+def check_built_layers(vllm_config: VllmConfig) -> int:
     """Every decoder layer that is not skipped must have taken this dtype, on our backend.
 
     Models with a backend of their own (MiMo-V2, whose keys and values differ in size)
     or a special attention layer (with static sinks, say) are never asked by
     `check_layer`; others (Falcon) build their layers without vLLM's cache settings and
     would stay in 16 bits without a word.
+
+    Returns:
+        How many layers of this worker are stored in INT4.
 
     Raises:
         ValueError: names the layer and the reason.
@@ -167,9 +170,12 @@ def check_built_layers(vllm_config: VllmConfig) -> None:
     speculation = vllm_config.speculative_config
     drafter_may_differ = speculation is not None and speculation.method not in DRAFTERS_WITHOUT_CACHE
     way_out = "serve this model with another --kv-cache-dtype"
-    for name, layer in layers.items():
-        if not isinstance(layer, Attention) or layer.attn_type != AttentionType.DECODER:
-            continue
+    decoder = {
+        name: layer
+        for name, layer in layers.items()
+        if isinstance(layer, Attention) and layer.attn_type == AttentionType.DECODER
+    }
+    for name, layer in decoder.items():
         if layer.kv_cache_dtype != DTYPE_NAME:
             if not drafter_may_differ and not _skipped(name, layer, vllm_config.cache_config):
                 raise ValueError(
@@ -181,6 +187,14 @@ def check_built_layers(vllm_config: VllmConfig) -> None:
                 f"{name} is a {type(layer).__name__} layer with an attention backend of its own "
                 f"({layer.attn_backend.get_name()}), which {DTYPE_NAME} cannot replace; {way_out}."
             )
+    quantised = sum(layer.kv_cache_dtype == DTYPE_NAME for layer in decoder.values())
+    if not quantised:
+        logger.warning(
+            "KV cache int4_asym: all %d layers of this worker have a sliding window or are skipped, and stay in full "
+            "precision.",
+            len(decoder),
+        )
+    return quantised
 
 
 def _skipped(name: str, layer: Any, cache: Any) -> bool:
@@ -227,41 +241,4 @@ def check_pool(manager: Any) -> None:
         f"max_model_len {manager.max_model_len} needs {needed} KV-cache pages with {DTYPE_NAME} "
         f"while its last chunk is prefilled, and the pool has {free}: set --max-model-len to at most {fits} or give "
         "the cache more memory."
-    )
-
-
-def log_layout_cost(kv_cache_config: Any, max_model_len: int) -> None:
-    """Say what equal pages cost where a backend forced a layer-outermost layout.
-
-    Under `BLHNC` groups of different page size are packed and nothing is lost. A
-    backend that reads `LBHNC` only (the CPU backend of skipped layers) makes all
-    pages equal and may split the layers into many groups.
-
-    Args:
-        kv_cache_config: vLLM's KVCacheConfig of the scheduler.
-    """
-    from bie_vllm_plugin.cache_spec import WindowSpec
-
-    groups = kv_cache_config.kv_cache_groups
-    ours = any(isinstance(group.kv_cache_spec, WindowSpec) for group in groups)
-    if not ours or kv_cache_config.kv_cache_layout in (None, "BLHNC") or not kv_cache_config.kv_cache_tensors:
-        return
-    block_bytes = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
-    allocated = ideal = 0
-    for group in groups:
-        spec = group.kv_cache_spec
-        if isinstance(spec, WindowSpec):
-            pages = spec.pages_held(max_model_len)
-        else:
-            pages = -(-max_model_len // spec.block_size)
-        allocated += pages * block_bytes
-        ideal += pages * spec.unpadded_page_size_bytes * len(group.layer_names)
-    logger.warning(
-        "KV cache int4_asym: a backend of the skipped layers takes layout %s only, which makes all pages equal: "
-        "%d groups, and a request of %d tokens takes %.1f MiB, %.0f %% above the sum of its pages.",
-        kv_cache_config.kv_cache_layout,
-        len(groups),
-        max_model_len,
-        allocated / 2**20,
-        100 * (allocated / ideal - 1),
     )

@@ -47,7 +47,11 @@ def _reasons(model: ModelConfig) -> list[tuple[str, str]]:
             f"is an encoder-only model, which keeps no KV cache that {DTYPE_NAME} could store",
             LEAVE_OUT,
         ),
-        (model.is_attention_free, "has no attention layers and so no KV cache", LEAVE_OUT),
+        (
+            model.is_attention_free,
+            f"has no attention layers and so no KV cache that {DTYPE_NAME} could store",
+            LEAVE_OUT,
+        ),
         (
             model.is_hybrid,
             f"mixes attention with state-space or linear-attention layers, {unsupported} yet",

@@ -124,8 +124,10 @@ def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:
     from bie_kernels.layout import PAGE_TOKENS
     from bie_vllm_plugin.checks import check_built_layers
 
-    check_built_layers(vllm_config)
-    vllm_config.cache_config.block_size = PAGE_TOKENS
+    if check_built_layers(vllm_config) or vllm_config.parallel_config.pipeline_parallel_size > 1:
+        vllm_config.cache_config.block_size = PAGE_TOKENS
+    else:  # all layers are windowed or skipped: the model is as under `auto`, pages included
+        original(vllm_config)
 
 
 # -- scheduler -----------------------------------------------------------------------
@@ -162,10 +164,11 @@ def _wrap_kv_cache_manager() -> None:
     @functools.wraps(init)
     def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        from bie_vllm_plugin.checks import check_pool, log_layout_cost
+        from bie_vllm_plugin.checks import check_pool
+        from bie_vllm_plugin.page_report import log_pages
 
         check_pool(self)
-        log_layout_cost(self.kv_cache_config, self.max_model_len)
+        log_pages(self)
 
     @functools.wraps(lookup)
     def noting_lookup(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

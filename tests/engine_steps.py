@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of `engine_worker.py` that reach into the scheduler: aborts, beams, adapters, images; in-process engines only."""
+"""Steps of `engine_worker.py` that reach into the scheduler: aborts, beams, adapters, images; in-process only."""
 from __future__ import annotations
 
 
@@ -93,32 +93,29 @@ def embed(llm, step: dict) -> list[list[float]]:  # noqa: ANN001
 
 
 def abort(llm, step: dict) -> dict:  # noqa: ANN001
-    """Run requests, abort `victim` after `after` engine steps, finish the others.
+    """Run requests, abort the first one seen in `phase`, finish the others.
 
     Returns:
-        state of the victim when it was aborted, the pool afterwards, and the others' results.
+        victim (None if no request was ever in that phase), its computed tokens, the pool
+        afterwards, and everybody else's results.
     """
     from engine_worker import result_of
     from vllm import SamplingParams
 
-    engine, done = llm.llm_engine, {}
-    ids = {}
+    engine, done, victim, computed = llm.llm_engine, {}, None, 0
     for index, prompt in enumerate(step["prompts"]):
-        arguments = (str(index), {"prompt_token_ids": prompt}, SamplingParams(**step["sampling"]))
-        ids[index] = engine.add_request(*arguments, **({"priority": index} if step.get("priority") else {}))
+        engine.add_request(str(index), {"prompt_token_ids": prompt}, SamplingParams(**step["sampling"]))
     scheduler = engine.engine_core.engine_core.scheduler
-    count, state = 0, None
     while engine.has_unfinished_requests():
-        request = next((r for r in scheduler.requests.values() if r.request_id.split("-")[0] == str(step["victim"])), None)
-        if state is None and request is not None and phase_of(request) == step["phase"]:
-            state = {"phase": phase_of(request), "computed": request.num_computed_tokens, "step": count}
-            engine.abort_request([str(step["victim"])])
+        seen = [request for request in scheduler.requests.values() if phase_of(request) == step["phase"]]
+        if victim is None and seen:
+            victim, computed = int(seen[0].request_id.split("-")[0]), seen[0].num_computed_tokens
+            engine.abort_request([str(victim)])
         for output in engine.step():
             if output.finished:
                 done[int(output.request_id.split("-")[0])] = output
-        count += 1
-    others = {i: result_of(o) for i, o in done.items() if i != step["victim"]}
-    return {"state": state, "pool": pool(llm), "others": others, "steps": count}
+    others = {i: result_of(o) for i, o in done.items() if i != victim}
+    return {"victim": victim, "computed": computed, "pool": pool(llm), "others": others}
 
 
 def phase_of(request) -> str:  # noqa: ANN001
@@ -131,10 +128,11 @@ def phase_of(request) -> str:  # noqa: ANN001
 def refused_prompt(llm, step: dict) -> str:  # noqa: ANN001
     """The error that a prompt raises, as the caller sees it; "accepted" if none does."""
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     try:
         llm.generate([{"prompt_token_ids": step["prompt"]}], SamplingParams(max_tokens=4), use_tqdm=False)
-    except ValueError as error:
+    except (ValueError, VLLMValidationError) as error:
         return str(error)
     return "accepted"
 

@@ -67,8 +67,7 @@ def engine(layout: KVCacheLayout) -> SimpleNamespace:
     )  # fmt: skip
     return SimpleNamespace(
         cache_config=cache, speculative_config=None, kv_transfer_config=None, kv_events_config=None,
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=IN_FLIGHT,
-                                         max_num_encoder_input_tokens=0),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=IN_FLIGHT),
         attention_config=SimpleNamespace(hisparse_config=None), max_concurrent_batches=1, max_in_flight_tokens=IN_FLIGHT,
         model_config=SimpleNamespace(max_model_len=LENGTH, original_max_model_len=LENGTH),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
@@ -85,8 +84,8 @@ def specs(pattern: tuple, dtype: str) -> dict:
     full = layers // every if every else 0
     block = full * body.page_size_bytes + skipped * (dense.page_size_bytes - body.page_size_bytes)
     held = (window or 0) + IN_FLIGHT
-    tokens = sliding_page_tokens(64, [FLASH], 4 * heads * head, layers - full, block, held) if full else 64
-    if not ours:
+    tokens = sliding_page_tokens(64, [FLASH], 4 * heads * head, layers - full, block, held)
+    if not ours or not full:  # without a full layer the plugin leaves everything alone
         tokens = 16
     result: dict = {}
     for layer in range(layers):
@@ -106,6 +105,8 @@ def plan(pattern: tuple, dtype: str) -> dict:
     vllm_config = engine(KVCacheLayout.BLHNC if dtype == "int4_asym" else KVCacheLayout.LBHNC)
     wanted = specs(pattern, dtype)
     groups = planning.get_kv_cache_groups(vllm_config, dict(wanted))
+    # As the engine core does, before it asks for the scheduler's block size.
+    vllm_config.cache_config.block_size = min(group.kv_cache_spec.block_size for group in groups)
     config = planning.get_kv_cache_config_from_groups(vllm_config, groups, POOL)
     block = config.kv_cache_tensors[0].size // config.num_blocks
     if vllm_config.cache_config.kv_cache_layout == "LBHNC":

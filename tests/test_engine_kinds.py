@@ -71,7 +71,7 @@ def test_image_prompts(tmp_path):
 
 
 def test_embeddings_of_a_decoder(tmp_path):
-    """A decoder that embeds (Qwen3-Embedding's shape) runs its one prefill by the same rule; in 16 bits it is `auto`."""
+    """A decoder that embeds, like Qwen3-Embedding, prefills by the same rule; all in 16 bits it is `auto`."""
     model = tiny_model(tmp_path, "qwen3")
     step = {"do": "embed", "prompts": [tokens(n, seed=n) for n in (50, 100, 400)]}
     base = {"runner": "pooling", "convert": "embed", "max_model_len": 1024, "enable_prefix_caching": False}

@@ -32,7 +32,7 @@ def check_pool_is_free(pool: dict) -> None:
 
 @pytest.fixture(scope="module")
 def runs(model):
-    """Parallel samples, beams, constraints and a prompt that is refused: with strict prefix hits, and without a cache."""
+    """Parallel samples, beams, constraints and refused prompts: with strict prefix hits, and without a cache."""
     prompt = tokens(333, seed=1, vocab=259)
     sampling = {**greedy(24), "temperature": 0.8, "seed": 7}
     del sampling["detokenize"]
@@ -89,7 +89,7 @@ def test_structured_output(runs):
 
 
 def test_empty_and_longest_prompts(runs):
-    """Empty and too long prompts are vLLM's to refuse; a prompt up to the limit is served, and the next one is right."""
+    """vLLM refuses empty and too long prompts; one up to the limit is served, and the next one is right."""
     cached, _, plain, auto = runs
     assert "empty" in cached["empty"] and re.search("1024|1025", cached["too long"]), cached
     assert len(cached["longest"][0]["tokens"]) == 1
@@ -103,11 +103,10 @@ def test_empty_and_longest_prompts(runs):
 
 @pytest.fixture(scope="module")
 def abort_runs(model):
-    """A victim in every phase of its life; one strict engine, too small to hold all, that serves on after each abort."""
+    """A victim in every phase of its life; one strict engine, too small for all, that serves on after each abort."""
     prompts = [tokens(n, seed=n) for n in (200, 230, 260, 290)]
-    phases = {"waiting": 3, "chunk": 0, "decode": 1, "preempted": 3}
-    steps = [{"do": "abort", "prompts": prompts, "victim": victim, "phase": phase, "sampling": greedy(160)}
-             for phase, victim in phases.items()]  # fmt: skip
+    phases = ("waiting", "chunk", "decode", "preempted")
+    steps = [{"do": "abort", "prompts": prompts, "phase": phase, "sampling": greedy(160)} for phase in phases]
     reset = [step for abort in steps for step in (abort, RESET)]
     tight = {"num_gpu_blocks_override": 95, "max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 4,
              "enable_prefix_caching": True, "settings": {"prefix_hits": "strict"}}  # fmt: skip
@@ -115,22 +114,23 @@ def abort_runs(model):
         [{"llm": llm(model, **tight), "steps": [*reset, POOL, FACTS]},
          {"llm": llm(model, max_model_len=512), "steps": [generate(prompts, n=160)]}]
     )  # fmt: skip
-    return dict(zip(phases, aborted[: 2 * len(phases) : 2], strict=True)), aborted, plain[0], phases
+    return dict(zip(phases, aborted[: 2 * len(phases) : 2], strict=True)), aborted, plain[0]
 
 
 @pytest.mark.parametrize("phase", ["waiting", "chunk", "decode", "preempted"])
 def test_abort_in_every_phase(abort_runs, phase):
-    by_phase, _, plain, phases = abort_runs
+    by_phase, _, plain = abort_runs
     run = by_phase[phase]
-    assert run["state"] is not None, f"the victim was never seen in phase {phase}"
+    assert run["victim"] is not None, f"no request was ever seen in phase {phase}"
+    assert (run["computed"] > 0) == (phase in ("chunk", "decode"))
     check_pool_is_free(run["pool"])
-    others = [i for i in range(4) if i != phases[phase]]
+    others = [i for i in range(4) if i != run["victim"]]
     assert sorted(run["others"]) == others
     assert_same([run["others"][i] for i in others], [plain[i] for i in others], shared=0.8)
 
 
 def test_reset_between_aborts(abort_runs):
-    _, aborted, *_ = abort_runs
+    _, aborted, _ = abort_runs
     assert all(result is True for result in aborted[1:8:2])
     assert aborted[-1]["preemptions"] > 0
 

@@ -16,8 +16,14 @@ IMAGE_TOKENS = (IMAGE_SIZE // PATCH) ** 2
 def tiny_llava(folder: Path) -> tuple[str, int]:
     """Make the model; returns its folder and the id of the image token."""
     import torch
-    from transformers import AutoTokenizer, CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-    from transformers import LlavaProcessor
+    from transformers import (
+        AutoTokenizer,
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+    )
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     folder.mkdir(parents=True, exist_ok=True)
