@@ -10,6 +10,7 @@ What is wrapped, and why no public way does it:
   brings its own backend (or wraps ours) never asks the platform, and is caught here;
 * its `register_custom_kv_cache_specs`: public hook for platforms, run in the
   process of the scheduler with the engine's config; it also installs
+* `Executor.get_supported_kv_cache_layouts` (ranks with other backends agree),
 * `KVCacheManager.__init__` (is the pool large enough to prefill in chunks?) and
   `get_computed_blocks` (tells the window manager of shared-prefix junctions).
 """
@@ -124,10 +125,13 @@ def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:
     from bie_kernels.layout import PAGE_TOKENS
     from bie_vllm_plugin.checks import check_built_layers
 
-    if check_built_layers(vllm_config) or vllm_config.parallel_config.pipeline_parallel_size > 1:
-        vllm_config.cache_config.block_size = PAGE_TOKENS
-    else:  # all layers are windowed or skipped: the model is as under `auto`, pages included
-        original(vllm_config)
+    quantised = check_built_layers(vllm_config)
+    if not quantised and vllm_config.parallel_config.pipeline_parallel_size == 1:
+        original(vllm_config)  # all layers are windowed or skipped: as under `auto`, pages included
+        return
+    if not quantised:
+        attach_layers(vllm_config)  # nothing else did it: this rank's full layers join the other ranks' group
+    vllm_config.cache_config.block_size = PAGE_TOKENS
 
 
 # -- scheduler -----------------------------------------------------------------------
@@ -141,6 +145,7 @@ def _register_specs(original: Any, vllm_config: VllmConfig | None) -> None:
     elif uses_int4_asym(vllm_config):
         _offer_specs()
         _wrap_kv_cache_manager()
+        _wrap_executor()
 
 
 def _offer_specs() -> None:
@@ -182,6 +187,29 @@ def _wrap_kv_cache_manager() -> None:
     setattr(checked_init, _MARK, init)
     KVCacheManager.__init__ = checked_init  # type: ignore[method-assign]
     KVCacheManager.get_computed_blocks = noting_lookup  # type: ignore[method-assign]
+
+
+def _wrap_executor() -> None:
+    """Ranks of a pipeline may have other backends (one has only skipped layers): agree on a layout of all."""
+    from vllm.v1.executor.abstract import Executor
+
+    original = Executor.get_supported_kv_cache_layouts
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def agreed(self: Any) -> list[list[str]]:
+        ranks = original(self)
+        if not uses_int4_asym(self.vllm_config) or all(names == ranks[0] for names in ranks):
+            return ranks
+        from bie_vllm_plugin.backend import Int4AsymBackend
+
+        ours = [layout.name for layout in Int4AsymBackend.supported_kv_cache_layouts()]
+        common = [name for name in ours if all(name in names for names in ranks)]
+        return [common or names for names in ranks]  # nothing in common: vLLM says so
+
+    setattr(agreed, _MARK, original)
+    Executor.get_supported_kv_cache_layouts = agreed  # type: ignore[method-assign]
 
 
 # -- worker ---------------------------------------------------------------------------

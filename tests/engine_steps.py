@@ -137,8 +137,15 @@ def refused_prompt(llm, step: dict) -> str:  # noqa: ANN001
     return "accepted"
 
 
+def sleep(llm, step: dict) -> bool:  # noqa: ANN001
+    """Put the engine to sleep (GPUs only); whether it says so."""
+    llm.sleep(level=step["level"])
+    return bool(llm.llm_engine.is_sleeping())
+
+
 STEPS = {
     "pool": lambda llm, step: pool(llm),
     "completions": all_completions, "structured": structured, "beams": beams, "adapters": with_adapters,
     "images": with_images, "embed": embed, "abort": abort, "refused_prompt": refused_prompt,
+    "sleep": sleep, "wake_up": lambda llm, step: llm.wake_up(),
 }  # fmt: skip

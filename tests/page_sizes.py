@@ -68,7 +68,8 @@ def engine(layout: KVCacheLayout) -> SimpleNamespace:
     return SimpleNamespace(
         cache_config=cache, speculative_config=None, kv_transfer_config=None, kv_events_config=None,
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=IN_FLIGHT),
-        attention_config=SimpleNamespace(hisparse_config=None), max_concurrent_batches=1, max_in_flight_tokens=IN_FLIGHT,
+        attention_config=SimpleNamespace(hisparse_config=None), max_concurrent_batches=1,
+        max_in_flight_tokens=IN_FLIGHT,
         model_config=SimpleNamespace(max_model_len=LENGTH, original_max_model_len=LENGTH),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
     )  # fmt: skip

@@ -152,6 +152,49 @@ def test_layer_features_are_refused_at_construction(case):
     assert word in str(error.value)
 
 
+def built(layer_class=None, backend=None, dtype="int4_asym", window=None):
+    """A constructed attention layer as vLLM's forward context holds it, of a model that may do things its own way."""
+    from vllm.model_executor.layers.attention import Attention
+
+    from bie_vllm_plugin.backend import Int4AsymBackend
+
+    layer = object.__new__(layer_class or Attention)
+    layer.__dict__.update(
+        attn_type="decoder", kv_cache_dtype=dtype, attn_backend=backend or Int4AsymBackend, sliding_window=window
+    )
+    return layer
+
+
+def config_with(layer, skip=()):
+    from types import SimpleNamespace as Namespace
+
+    return Namespace(
+        compilation_config=Namespace(static_forward_context={"model.layers.3.self_attn.attn": layer}),
+        speculative_config=None, cache_config=Namespace(kv_cache_dtype_skip_layers=list(skip)),
+    )  # fmt: skip
+
+
+def test_built_layers():
+    """What no check was asked about is found when the layers exist: foreign backends, special layers, lost settings."""
+    from vllm.model_executor.layers.attention import ChunkedLocalAttention
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from bie_vllm_plugin.checks import check_built_layers
+
+    assert check_built_layers(config_with(built())) == 1
+    assert check_built_layers(config_with(built(dtype="auto"), skip=["3"])) == 0
+    assert check_built_layers(config_with(built(dtype="auto", window=64), skip=["sliding_window"])) == 0
+    for layer, words in (
+        (built(backend=CPUAttentionBackend), ["layers.3", "CPU_ATTN", "cannot replace"]),
+        (built(layer_class=ChunkedLocalAttention), ["ChunkedLocalAttention", "cannot replace"]),
+        (built(dtype="auto"), ["without its cache settings", "--kv-cache-dtype int4_asym"]),
+        (built(dtype="auto", window=64), ["without its cache settings"]),
+    ):
+        with pytest.raises(ValueError, match="another --kv-cache-dtype") as error:
+            check_built_layers(config_with(layer))
+        assert all(word in str(error.value) for word in words), error.value
+
+
 @pytest.mark.parametrize(
     ("field", "value", "word"),
     [

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from engine import assert_same, generate, greedy, llm, run_engines, tokens
+from engine import assert_same, generate, greedy, llm, run_engines, started, tokens
 from tiny_models import add_tokenizer, tiny_model
 
 pytestmark = pytest.mark.engine
@@ -43,7 +43,7 @@ def runs(model):
         "choice": {"do": "structured", "prompts": [prompt] * 2, "constraint": {"choice": ["yes", "no"]},
                    "max_tokens": 8},
         "json": {"do": "structured", "prompts": [prompt, tokens(90, seed=2, vocab=259)],
-                 "constraint": {"json": schema}, "max_tokens": 60},
+                 "constraint": {"json": schema, "disable_any_whitespace": True}, "max_tokens": 60},
         "empty": {"do": "refused_prompt", "prompt": []},
         "too long": {"do": "refused_prompt", "prompt": tokens(1025, vocab=259)},
         "longest": generate([tokens(1023, seed=3, vocab=259)], n=1),
@@ -53,14 +53,14 @@ def runs(model):
     alone = [
         {"do": "completions", "prompts": [prompt], "sampling": {**sampling, "seed": 7 + i, "n": 1}} for i in range(3)
     ]
-    cached, plain, auto = run_engines(
+    cached, plain, auto = started(run_engines(
         [
             {"llm": with_tokenizer(model, enable_prefix_caching=True, settings={"prefix_hits": "strict"}),
              "steps": list(steps.values())},
             {"llm": with_tokenizer(model), "steps": [*alone, *list(steps.values())[1:]]},
             {"llm": with_tokenizer(model, kv_cache_dtype="auto"), "steps": [generate([prompt])]},
         ]
-    )  # fmt: skip
+    ))  # fmt: skip
     return dict(zip(steps, cached, strict=True)), plain[:3], dict(zip(list(steps)[1:], plain[3:], strict=True)), auto
 
 
@@ -85,7 +85,7 @@ def test_structured_output(runs):
     cached, _, plain, _ = runs
     assert set(cached["choice"]) <= {"yes", "no"} and cached["choice"] == plain["choice"]
     for text in cached["json"] + plain["json"]:
-        assert set(json.loads(text)) == {"n"} if text.rstrip().endswith("}") else text.lstrip().startswith("{")
+        assert json.loads(text)["n"] <= 999
 
 
 def test_empty_and_longest_prompts(runs):
@@ -110,10 +110,10 @@ def abort_runs(model):
     reset = [step for abort in steps for step in (abort, RESET)]
     tight = {"num_gpu_blocks_override": 95, "max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 4,
              "enable_prefix_caching": True, "settings": {"prefix_hits": "strict"}}  # fmt: skip
-    aborted, plain = run_engines(
+    aborted, plain = started(run_engines(
         [{"llm": llm(model, **tight), "steps": [*reset, POOL, FACTS]},
          {"llm": llm(model, max_model_len=512), "steps": [generate(prompts, n=160)]}]
-    )  # fmt: skip
+    ))  # fmt: skip
     return dict(zip(phases, aborted[: 2 * len(phases) : 2], strict=True)), aborted, plain[0]
 
 
@@ -141,12 +141,12 @@ def test_priorities(model):
     sampling = greedy(160)
     step = {"do": "completions", "prompts": prompts, "sampling": sampling, "priority": [3, 2, 1, 0]}
     tight = {"num_gpu_blocks_override": 95, "max_model_len": 512, "scheduling_policy": "priority"}
-    prioritised, plain = run_engines(
+    prioritised, plain = started(run_engines(
         [
             {"llm": llm(model, **tight), "steps": [step, FACTS, POOL]},
             {"llm": llm(model, max_model_len=512), "steps": [generate(prompts, n=160)]},
         ]
-    )
+    ))
     assert prioritised[1]["preemptions"] > 0
     check_pool_is_free(prioritised[2])
     assert_same([completions[0] for completions in prioritised[0]], plain[0], shared=0.8)
@@ -157,11 +157,11 @@ def test_prompt_logprobs_in_chunks_and_beside_a_prefix_cache(model):
     text = tokens(400, seed=5)
     step = {"do": "generate", "prompts": [text], "sampling": {**greedy(1), "prompt_logprobs": 1}}
     cached = {"enable_prefix_caching": True, "max_num_batched_tokens": 64, "max_num_seqs": 4}
-    chunks, whole = run_engines(
+    chunks, whole = started(run_engines(
         [
             {"llm": llm(model, max_model_len=1024, **cached), "steps": [generate([text]), step]},
             {"llm": llm(model, max_model_len=1024), "steps": [step]},
         ]
-    )
+    ))
     difference = np.abs(np.array(chunks[1][0]["prompt_logprobs"][1:]) - np.array(whole[0][0]["prompt_logprobs"][1:]))
     assert len(difference) == 399 and np.median(difference) < 1e-3 and difference.max() < 0.05

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -28,7 +29,7 @@ OBJECTS = st.one_of(
     st.dictionaries(st.sampled_from(FIELDS), JSON).map(lambda x: json.dumps({"int4_asym": x})),
     JSON.map(lambda x: json.dumps({"method": "ngram", "num_speculative_tokens": x})),
 )  # fmt: skip
-WORDS = st.sampled_from(["int4_asym", "auto", "fp8", "fp8_e4m3", "int3", "", "bfloat16", "float32", "awq", "8gb", "0,1"])
+WORDS = st.sampled_from(["int4_asym", "auto", "fp8", "fp8_e4m3", "int3", "", "bfloat16", "float32", "8gb", "0,1"])
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 PLAN_FLAGS = {
@@ -130,7 +131,7 @@ def test_serve_config_files(model, tmp_path, capsys, content):
                                    "model_type", "max_position_embeddings", "quantization_config", "layer_types"])
 def test_model_configurations(model, tmp_path, capsys, field):  # fmt: skip
     """A config.json with a field missing or of the wrong kind."""
-    good = json.loads(open(f"{model}/config.json").read())
+    good = json.loads(Path(model, "config.json").read_text())
     for value in (None, "x", -1, 0, [], {}, 1.5, 10**30, "MISSING"):
         config = {k: v for k, v in good.items() if k != field} if value == "MISSING" else {**good, field: value}
         folder = config_only(tmp_path / "m", **config)

@@ -17,9 +17,8 @@ pytestmark = pytest.mark.engine
 def test_soak(requests):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     script = Path(__file__).with_name("soak.py")
-    done = subprocess.run(
-        [sys.executable, str(script), "--requests", str(requests)], env=env, capture_output=True, text=True, timeout=7200
-    )
+    command = [sys.executable, str(script), "--requests", str(requests)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
     print(result)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random LLaVA with its processor, and tiny LoRA adapters, made offline."""
+"""A tiny random Idefics3 (SmolVLM's design) with its processor, and tiny LoRA adapters, made offline."""
 from __future__ import annotations
 
 import json
@@ -7,48 +7,44 @@ from pathlib import Path
 
 from tiny_models import COMMON, add_tokenizer, sharpen
 
-IMAGE_TOKEN = "<image>"
-IMAGE_SIZE, PATCH = 112, 14
-IMAGE_TOKENS = (IMAGE_SIZE // PATCH) ** 2
-"""Positions that one image takes in the cache."""
+IMAGE_SIZE, PATCH, SCALE = 224, 14, 2
+FEATURES = (IMAGE_SIZE // PATCH // SCALE) ** 2
+IMAGE_TOKENS = FEATURES + 3
+"""Positions that one image takes in the cache: its features and three marks around them."""
 
 
-def tiny_llava(folder: Path) -> tuple[str, int]:
+def tiny_idefics(folder: Path) -> tuple[str, int]:
     """Make the model; returns its folder and the id of the image token."""
     import torch
     from transformers import (
         AutoTokenizer,
-        CLIPVisionConfig,
+        Idefics3Config,
+        Idefics3ForConditionalGeneration,
+        Idefics3Processor,
         LlamaConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-        LlavaProcessor,
     )
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(add_tokenizer(str(folder)))
-    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
-    image_token = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    tokenizer.add_special_tokens({"additional_special_tokens": [
+        "<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>",
+    ]})  # fmt: skip
+    image_token = tokenizer.convert_tokens_to_ids("<image>")
     torch.manual_seed(0)
-    config = LlavaConfig(
-        text_config=LlamaConfig(**{**COMMON, "head_dim": 64, "attention_bias": True}),
-        vision_config=CLIPVisionConfig(
-            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=IMAGE_SIZE,
-            patch_size=PATCH, projection_dim=64,
-        ),
-        image_token_index=image_token, vision_feature_layer=-1, tie_word_embeddings=False,
+    text = LlamaConfig(**{**COMMON, "head_dim": 64, "attention_bias": True})
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "image_size": IMAGE_SIZE, "patch_size": PATCH}  # fmt: skip
+    config = Idefics3Config(
+        text_config=text.to_dict(), vision_config=vision, image_token_id=image_token, scale_factor=SCALE,
+        tie_word_embeddings=False, pad_token_id=2,
     )  # fmt: skip
-    model = LlavaForConditionalGeneration(config).float()
+    model = Idefics3ForConditionalGeneration(config).float()
     sharpen(model)
     model.save_pretrained(folder)
-    images = CLIPImageProcessorPil(
-        size={"shortest_edge": IMAGE_SIZE}, crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-    )
-    LlavaProcessor(
-        image_processor=images, tokenizer=tokenizer, patch_size=PATCH, vision_feature_select_strategy="default",
-        image_token=IMAGE_TOKEN, num_additional_image_tokens=1,
-    ).save_pretrained(folder)  # fmt: skip
+    edge = {"longest_edge": IMAGE_SIZE}
+    images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+    Idefics3Processor(image_processor=images, tokenizer=tokenizer, image_seq_len=FEATURES).save_pretrained(folder)
     return str(folder), image_token
 
 

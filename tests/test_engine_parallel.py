@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor, pipeline and data parallelism through vLLM's own executors, workers in processes of their own."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from engine import assert_same, generate, greedy, llm, run_engines, started, tokens
+from tiny_models import tiny_model
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = [tokens(n, seed=n) for n in (100, 400)]
+STEPS = [generate(PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return tiny_model(tmp_path_factory.mktemp("parallel"), "gqa")
+
+
+@pytest.fixture(scope="module")
+def single(model):
+    return started(run_engines([{"llm": llm(model), "steps": STEPS}]))[0][0]
+
+
+def in_processes(model: str, workers: int, **kwargs) -> list:
+    """An engine whose core and workers are processes of their own."""
+    arguments = llm(model, distributed_executor_backend="mp", **kwargs)
+    cores = "|".join(str(i % os.cpu_count()) for i in range(workers))
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": cores}
+    return started(run_engines([{"llm": arguments, "steps": STEPS}], **env))[0]
+
+
+def test_pipeline_parallel(model, single):
+    """3 layers on 2 ranks."""
+    (results,) = in_processes(model, 2, pipeline_parallel_size=2)
+    assert_same(single, results, shared=0.8)
+
+
+def test_tensor_parallel_beyond_the_kv_heads(model, single):
+    """TP 4 with 2 KV heads: each head on two ranks."""
+    (results,) = in_processes(model, 4, tensor_parallel_size=4)
+    assert_same(single, results, shared=0.8)
+
+
+def test_pipeline_rank_without_int4_layers(model):
+    """Layers 0 and 1 are rank 0's and skipped: ranks with different backends agree on a layout, and pages on groups."""
+    skipped = {"kv_cache_dtype_skip_layers": ["0", "1"]}
+    ((expected,),) = started(run_engines([{"llm": llm(model, **skipped), "steps": STEPS}]))
+    (results,) = in_processes(model, 2, pipeline_parallel_size=2, **skipped)
+    assert_same(expected, results, shared=0.8)
+
+
+DATA_PARALLEL = """
+import json, os, sys
+from multiprocessing import Process, Queue
+
+def serve(rank, port, arguments, prompts, sampling, queue):
+    os.environ.update(VLLM_DP_RANK=str(rank), VLLM_DP_RANK_LOCAL=str(rank), VLLM_DP_SIZE="2",
+                      VLLM_DP_MASTER_IP="127.0.0.1", VLLM_DP_MASTER_PORT=str(port))
+    from vllm import LLM, SamplingParams
+    llm = LLM(**arguments)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(**sampling), use_tqdm=False)
+    queue.put((rank, [{"tokens": list(o.outputs[0].token_ids),
+                       "logprobs": [e[t].logprob for t, e in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)]}
+                      for o in outputs]))
+
+if __name__ == "__main__":
+    from vllm.utils.network_utils import get_open_port
+    job, port, queue = json.load(open(sys.argv[1])), get_open_port(), Queue()
+    ranks = [Process(target=serve, args=(r, port, job["llm"], [job["prompts"][r]], job["sampling"], queue))
+             for r in range(2)]
+    for process in ranks:
+        process.start()
+    results = dict(queue.get(timeout=400) for _ in ranks)
+    for process in ranks:
+        process.join(60)
+    print("RESULTS" + json.dumps([results[0][0], results[1][0]]))
+"""
+
+
+def test_data_parallel(model, single, tmp_path):
+    """Two ranks, a request each, as `LLM` users run them."""
+    script, job = tmp_path / "data_parallel.py", tmp_path / "job.json"
+    script.write_text(DATA_PARALLEL)
+    job.write_text(json.dumps({"llm": llm(model), "prompts": PROMPTS, "sampling": greedy(32)}))
+    env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, str(script), str(job)], env=env, capture_output=True, text=True, timeout=600)
+    assert "RESULTS" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
+    results = json.loads(done.stdout.split("RESULTS")[1].splitlines()[0])
+    assert_same(single, results, shared=0.8)
