@@ -54,15 +54,24 @@ class Oracle:
         self._models: dict = {}
 
     def __call__(self, folder: str, ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            logits = self._model(folder)(torch.tensor([ids]), use_cache=False).logits[0]
+        return logits.log_softmax(-1)
+
+    def embedding(self, folder: str, ids: list[int]) -> torch.Tensor:
+        """The last token's final hidden state, normalised."""
+        with torch.inference_mode():
+            hidden = self._model(folder).model(torch.tensor([ids]), use_cache=False).last_hidden_state
+        return torch.nn.functional.normalize(hidden[0, -1], dim=0)
+
+    def _model(self, folder: str):  # noqa: ANN202 - a class of transformers, by the configuration
         from transformers import AutoModelForCausalLM
 
         if folder not in self._models:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
             model.set_attn_implementation(self._name)
             self._models[folder] = model.eval()
-        with torch.inference_mode():
-            logits = self._models[folder](torch.tensor([ids]), use_cache=False).logits[0]
-        return logits.log_softmax(-1)
+        return self._models[folder]
 
     def check(self, model: str, prompts: list[list[int]], results: list[dict], *, median: float = 1e-3,
               worst: float = 0.05) -> None:  # fmt: skip

@@ -67,8 +67,10 @@ class Soak:
                 "temperature": rng.choice((0.0, 0.7, 1.5)), "top_p": rng.choice((1.0, 0.9)),
                 "top_k": rng.choice((0, 20)), "repetition_penalty": rng.choice((1.0, 1.2)),
                 "logprobs": rng.choice((None, 0, 3)), "seed": rng.choice((None, index)),
-                "prompt_logprobs": 1 if rng.random() < 0.03 else None, "n": 2 if rng.random() < 0.05 else 1,
+                "prompt_logprobs": 1 if rng.random() < 0.03 else None,
             }  # fmt: skip
+            if sampling["temperature"] and rng.random() < 0.1:
+                sampling["n"] = 2
             if rng.random() < 0.2:
                 self.doomed[name] = rng.randint(0, 20)
         self.engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**sampling))
