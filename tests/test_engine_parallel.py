@@ -41,6 +41,7 @@ def test_pipeline_parallel(model, single):
     assert_same(single, results, shared=0.8)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_beyond_the_kv_heads(model, single):
     """TP 4 with 2 KV heads: each head on two ranks."""
     (results,) = in_processes(model, 4, tensor_parallel_size=4)
@@ -56,40 +57,38 @@ def test_pipeline_rank_without_int4_layers(model):
 
 
 DATA_PARALLEL = """
-import json, os, sys
-from multiprocessing import Process, Queue
+import asyncio, json, sys
 
-def serve(rank, port, arguments, prompts, sampling, queue):
-    os.environ.update(VLLM_DP_RANK=str(rank), VLLM_DP_RANK_LOCAL=str(rank), VLLM_DP_SIZE="2",
-                      VLLM_DP_MASTER_IP="127.0.0.1", VLLM_DP_MASTER_PORT=str(port))
-    from vllm import LLM, SamplingParams
-    llm = LLM(**arguments)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(**sampling), use_tqdm=False)
-    queue.put((rank, [{"tokens": list(o.outputs[0].token_ids),
-                       "logprobs": [e[t].logprob for t, e in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)]}
-                      for o in outputs]))
+async def main(job):
+    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**job["llm"], data_parallel_size=2))
+
+    async def answer(rank, prompt):
+        sampling = SamplingParams(**job["sampling"], output_kind=RequestOutputKind.FINAL_ONLY)
+        async for output in engine.generate({"prompt_token_ids": prompt}, sampling, str(rank), data_parallel_rank=rank):
+            done = output.outputs[0]
+        logprobs = [entry[token].logprob for token, entry in zip(done.token_ids, done.logprobs)]
+        return {"tokens": list(done.token_ids), "logprobs": logprobs}
+
+    results = await asyncio.gather(*(answer(rank, prompt) for rank, prompt in enumerate(job["prompts"])))
+    print("RESULTS" + json.dumps(results), flush=True)
+    engine.shutdown()
 
 if __name__ == "__main__":
-    from vllm.utils.network_utils import get_open_port
-    job, port, queue = json.load(open(sys.argv[1])), get_open_port(), Queue()
-    ranks = [Process(target=serve, args=(r, port, job["llm"], [job["prompts"][r]], job["sampling"], queue))
-             for r in range(2)]
-    for process in ranks:
-        process.start()
-    results = dict(queue.get(timeout=400) for _ in ranks)
-    for process in ranks:
-        process.join(60)
-    print("RESULTS" + json.dumps([results[0][0], results[1][0]]))
+    asyncio.run(main(json.load(open(sys.argv[1]))))
 """
 
 
 def test_data_parallel(model, single, tmp_path):
-    """Two ranks, a request each, as `LLM` users run them."""
+    """Two engine cores behind one front end, a request each."""
     script, job = tmp_path / "data_parallel.py", tmp_path / "job.json"
     script.write_text(DATA_PARALLEL)
-    job.write_text(json.dumps({"llm": llm(model), "prompts": PROMPTS, "sampling": greedy(32)}))
+    arguments = {k: v for k, v in llm(model).items() if k != "disable_log_stats"}
+    job.write_text(json.dumps({"llm": arguments, "prompts": PROMPTS, "sampling": greedy(32)}))
     env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, str(script), str(job)], env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, str(script), str(job)], env=env, capture_output=True, text=True, timeout=300)
     assert "RESULTS" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
     results = json.loads(done.stdout.split("RESULTS")[1].splitlines()[0])
     assert_same(single, results, shared=0.8)
