@@ -12,7 +12,7 @@ from tiny_vision import IMAGE_SIZE, IMAGE_TOKENS, tiny_adapter, tiny_idefics
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("hits", ["strict", "relaxed"])
+@pytest.mark.parametrize("hits", ["strict", pytest.param("relaxed", marks=pytest.mark.slow)])
 def test_adapters_never_share_pages(tmp_path, hits):
     """Two LoRA adapters and the base model with one prompt: no page of one is a hit of another."""
     model = tiny_model(tmp_path, "gqa")

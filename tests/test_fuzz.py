@@ -30,7 +30,7 @@ OBJECTS = st.one_of(
     JSON.map(lambda x: json.dumps({"method": "ngram", "num_speculative_tokens": x})),
 )  # fmt: skip
 WORDS = st.sampled_from(["int4_asym", "auto", "fp8", "fp8_e4m3", "int3", "", "bfloat16", "float32", "8gb", "0,1"])
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 PLAN_FLAGS = {
     **dict.fromkeys(
