@@ -99,7 +99,8 @@ def sliding_spec_of(layer: Any, original: Any, vllm_config: VllmConfig) -> KVCac
     if type(spec) is not SlidingWindowSpec:
         return spec
     backend = layer.get_attn_backend()
-    if not any(layout.is_block_outermost for layout in backend.supported_kv_cache_layouts()):
+    layouts = backend.supported_kv_cache_layouts()  # None: any
+    if layouts is not None and not any(layout.is_block_outermost for layout in layouts):
         return spec
     layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
     attention = [other for other in layers.values() if isinstance(other, type(layer))]
