@@ -188,6 +188,14 @@ def check_built_layers(vllm_config: VllmConfig) -> int:
                 f"({layer.attn_backend.get_name()}), which {DTYPE_NAME} cannot replace; {way_out}."
             )
     quantised = sum(layer.kv_cache_dtype == DTYPE_NAME for layer in decoder.values())
+    ranks = vllm_config.parallel_config.pipeline_parallel_size
+    if not quantised and ranks > 1:
+        # Tried on CPUs: it starts, and says something else.
+        raise ValueError(
+            f"--pipeline-parallel-size {ranks} leaves a rank whose {len(decoder)} layers all have a sliding window or "
+            f"are skipped, which {DTYPE_NAME} does not support; skip fewer layers, set VLLM_PP_LAYER_PARTITION or use "
+            "--tensor-parallel-size."
+        )
     if not quantised:
         logger.warning(
             "KV cache int4_asym: all %d layers of this worker have a sliding window or are skipped, and stay in full "

@@ -125,13 +125,10 @@ def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:
     from bie_kernels.layout import PAGE_TOKENS
     from bie_vllm_plugin.checks import check_built_layers
 
-    quantised = check_built_layers(vllm_config)
-    if not quantised and vllm_config.parallel_config.pipeline_parallel_size == 1:
-        original(vllm_config)  # all layers are windowed or skipped: as under `auto`, pages included
-        return
-    if not quantised:
-        attach_layers(vllm_config)  # nothing else did it: this rank's full layers join the other ranks' group
-    vllm_config.cache_config.block_size = PAGE_TOKENS
+    if check_built_layers(vllm_config):
+        vllm_config.cache_config.block_size = PAGE_TOKENS
+    else:  # all layers are windowed or skipped: as under `auto`, pages included
+        original(vllm_config)
 
 
 # -- scheduler -----------------------------------------------------------------------
