@@ -40,7 +40,7 @@ def runs(model):
         "beams": {"do": "beams", "prompts": [prompt], "width": 3, "max_tokens": 8},
         "choice": {"do": "structured", "prompts": [prompt] * 2, "constraint": {"choice": ["yes", "no"]},
                    "max_tokens": 8},
-        "pattern": {"do": "structured", "prompts": [prompt, tokens(90, seed=2, vocab=259)],
+        "pattern": {"do": "structured", "prompts": [prompt] * 2,
                     "constraint": {"regex": "[0-9]{3}-[a-f]{4}"}, "max_tokens": 20},
         "empty": {"do": "refused_prompt", "prompt": []},
         "too long": {"do": "refused_prompt", "prompt": tokens(1025, vocab=259)},
