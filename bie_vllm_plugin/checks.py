@@ -14,6 +14,7 @@ import torch
 
 from bie_kernels.layout import HEAD_SIZES, PAGE_TOKENS
 from bie_vllm_plugin.config import DTYPE_NAME, Int4AsymConfig
+from bie_vllm_plugin.model_checks import check_model
 
 logger = logging.getLogger("vllm.bie_vllm_plugin")
 
@@ -38,7 +39,7 @@ def check_config(vllm_config: VllmConfig) -> None:
     """
     Int4AsymConfig.from_vllm(vllm_config)
     _check_cache(vllm_config)
-    _check_model(vllm_config)
+    check_model(vllm_config)
     _check_engine(vllm_config)
 
 
@@ -60,61 +61,6 @@ def _check_cache(vllm_config: VllmConfig) -> None:
             f"--kv-transfer-config with connector {connector!r} does not go with {DTYPE_NAME} yet: external prefixes "
             "end inside pages and lack the sinks; leave it out or use another --kv-cache-dtype."
         )
-
-
-def _check_model(vllm_config: VllmConfig) -> None:
-    model = vllm_config.model_config
-    if model is None:
-        return
-    if model.use_mla:
-        raise ValueError(
-            f"{model.model} uses multi-head latent attention (MLA), which {DTYPE_NAME} does not support; "
-            "use --kv-cache-dtype auto or fp8."
-        )
-    if model.is_encoder_decoder:
-        raise ValueError(
-            f"{model.model} is an encoder-decoder model, which {DTYPE_NAME} does not support; "
-            "use --kv-cache-dtype auto."
-        )
-    if model.is_hybrid:
-        raise ValueError(
-            f"{model.model} mixes attention with state-space or linear-attention layers, which {DTYPE_NAME} does "
-            "not support yet; use --kv-cache-dtype auto or fp8."
-        )
-    if model.attention_chunk_size is not None:
-        raise ValueError(
-            f"{model.model} uses chunked local attention (chunk {model.attention_chunk_size}), which {DTYPE_NAME} "
-            "does not support yet; use --kv-cache-dtype auto or fp8."
-        )
-    if (scheme := _checkpoint_kv_scheme(model.hf_config)) is not None:
-        raise ValueError(
-            f"{model.model} brings a KV-cache scheme of its own ({scheme}), which {DTYPE_NAME} would ignore; "
-            "use --kv-cache-dtype auto or a checkpoint without one."
-        )
-    skipped = vllm_config.cache_config.kv_cache_dtype_skip_layers
-    if _has_windows(model) and "sliding_window" not in skipped:
-        skipped.append("sliding_window")
-
-
-def _has_windows(model: Any) -> bool:
-    """Whether some layers of a model attend to a sliding window."""
-    text = model.hf_text_config
-    return getattr(text, "sliding_window", None) is not None or "sliding_attention" in (
-        getattr(text, "layer_types", None) or ()
-    )
-
-
-def _checkpoint_kv_scheme(hf_config: Any) -> Any:
-    """The checkpoint's own KV-cache quantisation (compressed-tensors or ModelOpt), or None."""
-    quant = getattr(hf_config, "quantization_config", None)
-    if not isinstance(quant, dict):
-        return None
-    nested = quant.get("quantization")
-    for source in (quant, nested if isinstance(nested, dict) else {}):
-        for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
-            if source.get(key) is not None:
-                return source[key]
-    return None
 
 
 def _check_engine(vllm_config: VllmConfig) -> None:
@@ -202,12 +148,14 @@ def _check_speculation(speculation: Any) -> None:
             f"{speculation.num_speculative_tokens} speculative tokens of several MTP modules do not go with "
             f"{DTYPE_NAME} yet, which was tested with one module; set num_speculative_tokens to 1 or use method ngram."
         )
+    from bie_vllm_plugin.model_checks import has_windows
+
     draft = speculation.draft_model_config
     for what, found in (
         ("multi-head latent attention", draft.use_mla),
         ("state-space or linear-attention layers", draft.is_hybrid),
         ("chunked local attention", draft.attention_chunk_size is not None),
-        ("sliding-window layers", _has_windows(draft)),
+        ("sliding-window layers", has_windows(draft)),
     ):
         if found:
             raise ValueError(
@@ -263,6 +211,71 @@ def check_drafter_group(kv_cache_config: Any) -> None:
                 f"{kv_cache_config.kv_cache_layout} separates its pages from the others: unset VLLM_KV_CACHE_LAYOUT, "
                 "or use method ngram."
             )
+def check_built_layers(vllm_config: VllmConfig) -> int:
+    """Every decoder layer that is not skipped must have taken this dtype, on our backend.
+
+    Models with a backend of their own (MiMo-V2, whose keys and values differ in size)
+    or a special attention layer (with static sinks, say) are never asked by
+    `check_layer`; others (Falcon) build their layers without vLLM's cache settings and
+    would stay in 16 bits without a word.
+
+    Returns:
+        How many layers of this worker are stored in INT4.
+
+    Raises:
+        ValueError: names the layer and the reason.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionType
+
+    from bie_vllm_plugin.backend import Int4AsymBackend
+
+    layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+    speculation = vllm_config.speculative_config
+    drafter_may_differ = speculation is not None and speculation.method not in DRAFTERS_WITHOUT_CACHE
+    way_out = "serve this model with another --kv-cache-dtype"
+    decoder = {
+        name: layer
+        for name, layer in layers.items()
+        if isinstance(layer, Attention) and layer.attn_type == AttentionType.DECODER
+    }
+    for name, layer in decoder.items():
+        if layer.kv_cache_dtype != DTYPE_NAME:
+            if not drafter_may_differ and not _skipped(name, layer, vllm_config.cache_config):
+                raise ValueError(
+                    f"vLLM builds {name} without its cache settings, so it would not take --kv-cache-dtype "
+                    f"{DTYPE_NAME}; {way_out}."
+                )
+        elif type(layer) is not Attention or layer.attn_backend is not Int4AsymBackend:
+            raise ValueError(
+                f"{name} is a {type(layer).__name__} layer with an attention backend of its own "
+                f"({layer.attn_backend.get_name()}), which {DTYPE_NAME} cannot replace; {way_out}."
+            )
+    quantised = sum(layer.kv_cache_dtype == DTYPE_NAME for layer in decoder.values())
+    ranks = vllm_config.parallel_config.pipeline_parallel_size
+    if not quantised and ranks > 1:
+        # Tried on CPUs: it starts, and says something else.
+        raise ValueError(
+            f"--pipeline-parallel-size {ranks} leaves a rank whose {len(decoder)} layers all have a sliding window or "
+            f"are skipped, which {DTYPE_NAME} does not support; skip fewer layers, set VLLM_PP_LAYER_PARTITION or use "
+            "--tensor-parallel-size."
+        )
+    if not quantised:
+        logger.warning(
+            "KV cache int4_asym: all %d layers of this worker have a sliding window or are skipped, and stay in full "
+            "precision.",
+            len(decoder),
+        )
+    return quantised
+
+
+def _skipped(name: str, layer: Any, cache: Any) -> bool:
+    """Whether --kv-cache-dtype-skip-layers names this layer, by vLLM's own rule."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    skip = cache.kv_cache_dtype_skip_layers
+    windowed = layer.sliding_window is not None and "sliding_window" in skip
+    return windowed or str(extract_layer_index(name)) in skip
 
 
 def check_pool(manager: Any) -> None:
@@ -300,40 +313,4 @@ def check_pool(manager: Any) -> None:
         f"max_model_len {manager.max_model_len} needs {needed} KV-cache pages with {DTYPE_NAME} "
         f"while its last chunk is prefilled, and the pool has {free}: set --max-model-len to at most {fits} or give "
         "the cache more memory."
-    )
-
-
-def log_layout_cost(kv_cache_config: Any, max_model_len: int) -> None:
-    """Say what equal pages cost where a backend or the user forced a layer-outermost layout.
-
-    Under `BLHNC` groups of different page size are packed and nothing is lost. `LBHNC`
-    makes all pages equal and may split the layers into many groups.
-
-    Args:
-        kv_cache_config: vLLM's KVCacheConfig of the scheduler.
-    """
-    from bie_vllm_plugin.cache_spec import WindowSpec
-
-    groups = kv_cache_config.kv_cache_groups
-    ours = any(isinstance(group.kv_cache_spec, WindowSpec) for group in groups)
-    if not ours or kv_cache_config.kv_cache_layout in (None, "BLHNC") or not kv_cache_config.kv_cache_tensors:
-        return
-    block_bytes = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
-    allocated = ideal = 0
-    for group in groups:
-        spec = group.kv_cache_spec
-        if isinstance(spec, WindowSpec):
-            pages = spec.pages_held(max_model_len)
-        else:
-            pages = -(-max_model_len // spec.block_size)
-        allocated += pages * block_bytes
-        ideal += pages * spec.unpadded_page_size_bytes * len(group.layer_names)
-    logger.warning(
-        "KV cache int4_asym: layout %s (a backend of the skipped layers or VLLM_KV_CACHE_LAYOUT wants it) makes all "
-        "pages equal: %d groups, and a request of %d tokens takes %.1f MiB, %.0f %% above the sum of its pages.",
-        kv_cache_config.kv_cache_layout,
-        len(groups),
-        max_model_len,
-        allocated / 2**20,
-        100 * (allocated / ideal - 1),
     )

@@ -179,6 +179,7 @@ def parse_config(
     text = next((config[key] for key in TEXT_KEYS if isinstance(config.get(key), dict)), config)
     if config.get("is_encoder_decoder") or text.get("is_encoder_decoder"):
         raise PlanError(f"{name} is an encoder-decoder model, which bie-plan does not compute.")
+    _check_kinds(name, config, text)
     text = _completed(name, text)
     if text.get("index_topk") or text.get("compress_ratios"):
         raise PlanError(f"{name} uses sparse latent attention with an index cache, which bie-plan does not compute.")
@@ -200,6 +201,25 @@ def parse_config(
         itemsize=itemsize,
         index_bytes=index_bytes,
     )
+
+
+SIZES = {
+    "num_hidden_layers": 10_000, "num_attention_heads": 1 << 20, "num_key_value_heads": 1 << 20, "head_dim": 1 << 20,
+    "hidden_size": 1 << 24, "vocab_size": 1 << 28, "max_position_embeddings": 1 << 32,
+}  # fmt: skip
+"""Keys that are counts, and more than any model has."""
+
+
+def _check_kinds(name: str, config: dict[str, Any], text: dict[str, Any]) -> None:
+    for key, most in SIZES.items():
+        value = text.get(key)
+        plain = isinstance(value, int) and not isinstance(value, bool)
+        # Some models state a list, one entry a layer: their own readers know.
+        if value is not None and not isinstance(value, list) and not (plain and 0 < value <= most):
+            raise PlanError(f"{name}: {key}={value!r} in its config is not a number from 1 to {most}.")
+    quant = config.get("quantization_config")
+    if quant is not None and not isinstance(quant, dict):
+        raise PlanError(f"{name}: quantization_config={quant!r} in its config is not a mapping.")
 
 
 NEEDED: Sequence[str] = ("num_hidden_layers", "hidden_size", "vocab_size")

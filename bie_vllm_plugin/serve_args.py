@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sysconfig
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ PROFILES = ("8gb", "12gb", "16gb", "24gb", "server")
 PROFILE_MEMORY = {"8gb": 8 * GIB, "12gb": 12 * GIB, "16gb": 16 * GIB, "24gb": 24 * GIB, "server": 40 * GIB}
 
 DEFAULT_PORT = 8000
+
+MAX_COUNT = 1 << 50
+"""No count of tokens, bytes or GPUs is larger."""
 
 
 def config_path(profile: str) -> Path:
@@ -81,9 +85,42 @@ def build_parser() -> argparse.ArgumentParser:
 def human_int(text: str) -> int:
     """vLLM's `1k` (1,000) and `1K` (1,024) notation."""
     scale = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    if text and text[-1] in scale:
-        return int(float(text[:-1]) * scale[text[-1]])
-    return int(text)
+    if not text or text[-1] not in scale:
+        return int(text)
+    value = float(text[:-1]) * scale[text[-1]]
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a number")
+    return int(value)
+
+
+def _count(text: str) -> int:
+    value = human_int(text)
+    if not 1 <= value <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text} must be from 1 to {MAX_COUNT}")
+    return value
+
+
+def _context(text: str) -> int:
+    return -1 if text in ("auto", "-1") else _count(text)
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1")
+    return value
+
+
+human_int.__name__ = _count.__name__ = _context.__name__ = _share.__name__ = "number"  # argparse names them
+
+
+def _drafted(text: str) -> dict[str, Any]:
+    """vLLM's speculative_config, of which the plan reads the number of drafts."""
+    content = _json_mapping(text)
+    drafts = content.get("num_speculative_tokens")
+    if drafts is not None and (not isinstance(drafts, int) or isinstance(drafts, bool) or drafts < 1):
+        raise argparse.ArgumentTypeError(f"num_speculative_tokens={drafts!r} must be a whole number of drafts")
+    return content
 
 
 def _json_mapping(text: str) -> dict[str, Any]:
@@ -100,14 +137,14 @@ def _watched() -> argparse.ArgumentParser:
     """vLLM's flags that the plan depends on; everything else is skipped."""
     parser = _Parser(prog="vllm serve", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for flags, kind in (
-        (("--max-model-len",), lambda text: -1 if text in ("auto", "-1") else human_int(text)),
-        (("--max-num-batched-tokens",), human_int),
-        (("--max-num-seqs",), human_int),
+        (("--max-model-len",), _context),
+        (("--max-num-batched-tokens",), _count),
+        (("--max-num-seqs",), _count),
         (("--kv-cache-dtype",), str),
-        (("--tensor-parallel-size", "-tp"), int),
-        (("--gpu-memory-utilization",), float),
-        (("--kv-cache-memory-bytes",), human_int),
-        (("--block-size",), int),
+        (("--tensor-parallel-size", "-tp"), _count),
+        (("--gpu-memory-utilization",), _share),
+        (("--kv-cache-memory-bytes",), _count),
+        (("--block-size",), _count),
         (("--quantization", "-q"), str),
         (("--dtype",), str),
         (("--host",), str),
@@ -115,7 +152,7 @@ def _watched() -> argparse.ArgumentParser:
         (("--uds",), str),
         (("--config",), str),
         (("--additional-config",), _json_mapping),
-        (("--speculative-config",), _json_mapping),
+        (("--speculative-config",), _drafted),
         (("--hf-overrides",), str),
     ):
         parser.add_argument(*flags, type=kind)
@@ -146,10 +183,15 @@ class Settings:
     merged: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def window(self) -> dict[str, Any]:
-        """int4_asym's settings: the config file's, then --additional-config's, then the short flags'."""
-        base = dict((self.merged.get("additional_config") or {}).get(DTYPE_NAME) or {})
-        return {**base, **self.short_window}
+    def window(self) -> Any:
+        """int4_asym's settings: the config file's, then --additional-config's, then the short flags'.
+
+        Not a mapping if the user's was none; `Int4AsymConfig.parse` says so.
+        """
+        base = (self.merged.get("additional_config") or {}).get(DTYPE_NAME)
+        if base is None:
+            base = {}
+        return {**base, **self.short_window} if isinstance(base, dict) else base
 
     @property
     def short_window(self) -> dict[str, Any]:
@@ -216,8 +258,10 @@ def _check_twice(own: argparse.Namespace, explicit: dict[str, Any]) -> None:
             )
     for name in ("chunked_prefill_size", "paged_block_size", "speculative_draft_tokens"):
         value = getattr(own, name)
-        if value is not None and value < (0 if name == "speculative_draft_tokens" else 1):
-            raise PlanError(f"--{name.replace('_', '-')} {value} is too small.")
+        if value is not None and not (
+            (0 if name == "speculative_draft_tokens" else 1) <= value <= MAX_COUNT
+        ):
+            raise PlanError(f"--{name.replace('_', '-')} {value} is too {'large' if value > 0 else 'small'}.")
     if own.speculative_draft_model and not own.speculative_draft_tokens:
         raise PlanError(
             f"--speculative-draft-model {own.speculative_draft_model} needs --speculative-draft-tokens N, the drafts "
@@ -233,7 +277,23 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise PlanError(f"--config {path} cannot be read ({reason}); name a vLLM config file (YAML).") from None
     if not isinstance(content, dict):
         raise PlanError(f"--config {path} is not a mapping of vLLM flags to values.")
-    return {str(key).replace("-", "_"): value for key, value in content.items()}
+    options = {str(key).replace("-", "_"): value for key, value in content.items() if value is not None}
+    try:
+        return {**options, **vars(_watched().parse_known_args(_as_flags(options))[0])}
+    except PlanError as error:
+        raise PlanError(f"--config {path}: {error}") from None
+
+
+def _as_flags(options: dict[str, Any]) -> list[str]:
+    """A config file's options as vLLM reads them: as flags."""
+    flags = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, list) and name == "kv_cache_dtype_skip_layers":
+            flags += [flag, *map(str, value)]
+        else:
+            flags.append(f"{flag}={value if isinstance(value, str) else json.dumps(value, default=str)}")
+    return flags
 
 
 def _apply_short_flags(settings: Settings) -> None:

@@ -7,9 +7,11 @@ What is wrapped, and why no public way does it:
   configuration before a model is loaded (validation, 64-token blocks);
 * its `get_attn_backend_cls`: backends are chosen per platform, ours by dtype;
 * its `update_block_size_for_backend`: rewrites the block size after loading; the first
-  call after draft models are loaded and the last before layers are asked for specs;
+  call after draft models are loaded and the last before layers are asked for specs; a
+  model that brings its own backend (or wraps ours) never asks the platform, and is caught here;
 * its `register_custom_kv_cache_specs`: public hook for platforms, run in the
   process of the scheduler with the engine's config; it also installs
+* `Executor.get_supported_kv_cache_layouts` (ranks with other backends agree),
 * `KVCacheManager.__init__` (is the pool large enough to prefill in chunks?) and
   `get_computed_blocks` (tells the window manager of shared-prefix junctions).
 """
@@ -123,9 +125,13 @@ def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:
         original(vllm_config)
         return
     from bie_kernels.layout import PAGE_TOKENS
+    from bie_vllm_plugin.checks import check_built_layers
 
-    vllm_config.cache_config.block_size = PAGE_TOKENS
-    finish_layers(vllm_config)
+    if check_built_layers(vllm_config):
+        vllm_config.cache_config.block_size = PAGE_TOKENS
+        finish_layers(vllm_config)
+    else:  # all layers are windowed or skipped: as under `auto`, pages included
+        original(vllm_config)
 
 
 # -- scheduler -----------------------------------------------------------------------
@@ -139,6 +145,7 @@ def _register_specs(original: Any, vllm_config: VllmConfig | None) -> None:
     elif uses_int4_asym(vllm_config):
         _offer_specs()
         _wrap_kv_cache_manager()
+        _wrap_executor()
 
 
 def _offer_specs() -> None:
@@ -163,11 +170,12 @@ def _wrap_kv_cache_manager() -> None:
     @functools.wraps(init)
     def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        from bie_vllm_plugin.checks import check_drafter_group, check_pool, log_layout_cost
+        from bie_vllm_plugin.checks import check_drafter_group, check_pool
+        from bie_vllm_plugin.page_report import log_pages
 
         check_drafter_group(self.kv_cache_config)
         check_pool(self)
-        log_layout_cost(self.kv_cache_config, self.max_model_len)
+        log_pages(self)
 
     @functools.wraps(lookup)
     def noting_lookup(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -181,6 +189,29 @@ def _wrap_kv_cache_manager() -> None:
     setattr(checked_init, _MARK, init)
     KVCacheManager.__init__ = checked_init  # type: ignore[method-assign]
     KVCacheManager.get_computed_blocks = noting_lookup  # type: ignore[method-assign]
+
+
+def _wrap_executor() -> None:
+    """Ranks of a pipeline may have other backends (one has only skipped layers): agree on a layout of all."""
+    from vllm.v1.executor.abstract import Executor
+
+    original = Executor.get_supported_kv_cache_layouts
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def agreed(self: Any) -> list[list[str]]:
+        ranks = original(self)
+        if not uses_int4_asym(self.vllm_config) or all(names == ranks[0] for names in ranks):
+            return ranks
+        from bie_vllm_plugin.backend import Int4AsymBackend
+
+        ours = [layout.name for layout in Int4AsymBackend.supported_kv_cache_layouts()]
+        common = [name for name in ours if all(name in names for names in ranks)]
+        return [common or names for names in ranks]  # nothing in common: vLLM says so
+
+    setattr(agreed, _MARK, original)
+    Executor.get_supported_kv_cache_layouts = agreed  # type: ignore[method-assign]
 
 
 # -- worker ---------------------------------------------------------------------------
@@ -235,7 +266,7 @@ def attach_layers(vllm_config: VllmConfig) -> list[str]:
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.backend import AttentionType
 
-    from bie_vllm_plugin.window_layer import WindowLayer, body_spec_of, dense_spec_of
+    from bie_vllm_plugin.window_layer import WindowLayer, body_spec_of, dense_spec_of, sliding_spec_of
 
     layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
     ours = []
@@ -249,8 +280,9 @@ def attach_layers(vllm_config: VllmConfig) -> list[str]:
                 layers[companion] = WindowLayer(layer)
                 layer.get_kv_cache_spec = functools.partial(body_spec_of, layer)
                 layer.impl.layer_name = name
-        elif layer.attn_type == AttentionType.DECODER and layer.sliding_window is None:
-            layer.get_kv_cache_spec = functools.partial(dense_spec_of, layer, type(layer).get_kv_cache_spec)
+        elif layer.attn_type == AttentionType.DECODER:
+            spec_of = dense_spec_of if layer.sliding_window is None else sliding_spec_of
+            layer.get_kv_cache_spec = functools.partial(spec_of, layer, type(layer).get_kv_cache_spec)
     return ours
 
 

@@ -2,11 +2,12 @@
 """The companion layer that owns a layer's 16-bit window, and the specs of both."""
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, replace_as
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, replace_as
 
 from bie_kernels.layout import PAGE_TOKENS
 from bie_vllm_plugin.cache_spec import (
@@ -17,6 +18,7 @@ from bie_vllm_plugin.cache_spec import (
     drafted_ahead_tokens,
     dropped_tokens,
     lookahead_tokens,
+    sliding_page_tokens,
     window_spec,
 )
 from bie_vllm_plugin.config import Int4AsymConfig
@@ -119,3 +121,36 @@ def drafter_spec_of(layer: Any, original: Any, vllm_config: VllmConfig) -> Draft
             "int4_asym does not support yet; use another draft model or method ngram."
         )
     return replace_as(spec, DrafterSpec, block_size=PAGE_TOKENS)
+
+
+def sliding_spec_of(layer: Any, original: Any, vllm_config: VllmConfig) -> KVCacheSpec | None:
+    """Spec of a model's own sliding-window layer: pages that pack well beside INT4 ones.
+
+    Only where blocks are packed: under a layer-outermost layout vLLM makes all pages equal.
+    """
+    spec = original(layer, vllm_config)
+    if type(spec) is not SlidingWindowSpec:
+        return spec
+    backend = layer.get_attn_backend()
+    layouts = backend.supported_kv_cache_layouts()  # None: any
+    if layouts is not None and not any(layout.is_block_outermost for layout in layouts):
+        return spec
+    layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+    attention = [other for other in layers.values() if isinstance(other, type(layer))]
+    windowed = [other for other in attention if other.sliding_window is not None]
+    block = sum(
+        cache.page_size_bytes
+        for other in attention
+        if other.sliding_window is None and (cache := other.get_kv_cache_spec(vllm_config)) is not None
+    )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        block = 0  # ranks hold different layers and must agree: the smallest page
+    tokens = sliding_page_tokens(
+        spec.block_size,
+        backend.get_supported_kernel_block_sizes(),
+        spec.page_size_bytes // spec.block_size,
+        len(windowed),
+        block,
+        spec.sliding_window + vllm_config.scheduler_config.max_num_batched_tokens,
+    )
+    return replace(spec, block_size=tokens)

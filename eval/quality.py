@@ -5,6 +5,7 @@
     python eval/quality.py --model M --formats auto,fp8,int4_asym --contexts 2048,8192 --text mine.txt
     python eval/quality.py --model M --tasks bie_json,bie_retrieval --limit 500
     python eval/quality.py --model M --ablation --contexts 2048
+    python eval/quality.py --model M --jobs 6 --time-limit 600   # engines side by side, an end that is kept
 
 Every measure is paired with `auto` on the same tokens and goes through vLLM's engine. What is
 done is kept: the same command resumes where it was stopped. Exit status: 0 the judged format

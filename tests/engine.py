@@ -77,6 +77,12 @@ def run_engines(engines: list[dict], *, timeout: int = 900, **env: str) -> list:
             return pickle.load(file)
 
 
+def started(runs: list) -> list:
+    """`runs` as they are, if every engine started."""
+    assert not (errors := [run["error"] for run in runs if isinstance(run, dict)]), errors
+    return runs
+
+
 def llm(model: str, **kwargs) -> dict:
     """Arguments of a small fp32 engine; everything can be overridden."""
     settings = kwargs.pop("settings", None)

@@ -13,6 +13,8 @@ import json
 import pickle
 import sys
 
+from engine_steps import STEPS
+
 
 def _logprob_table(entries, tokens):  # noqa: ANN001
     """Per position: the chosen token's log-probability and the top ones as {token: logprob}."""
@@ -27,7 +29,7 @@ def _logprob_table(entries, tokens):  # noqa: ANN001
     return chosen, tops
 
 
-def _result(output):  # noqa: ANN001
+def result_of(output):  # noqa: ANN001
     completion = output.outputs[0]
     result = {"tokens": list(completion.token_ids), "cached": output.num_cached_tokens, "text": completion.text}
     if completion.logprobs is not None:
@@ -69,7 +71,7 @@ def _staggered(llm, step: dict) -> list[dict]:  # noqa: ANN001
             if output.finished:
                 done[int(output.request_id.split("-")[0])] = output
         count += 1
-    return [_result(done[index]) for index in range(len(step["prompts"]))]
+    return [result_of(done[index]) for index in range(len(step["prompts"]))]
 
 
 def _cache_views(llm) -> list[tuple]:  # noqa: ANN001
@@ -131,7 +133,7 @@ def _run_step(llm, step: dict):  # noqa: ANN001, ANN202
             sampling = SamplingParams(**step["sampling"])
             prompts = [{"prompt_token_ids": ids} for ids in step["prompts"]]
             batches = [[p] for p in prompts] if step.get("one_by_one") else [prompts]
-            return [_result(o) for batch in batches for o in llm.generate(batch, sampling, use_tqdm=False)]
+            return [result_of(o) for batch in batches for o in llm.generate(batch, sampling, use_tqdm=False)]
         case "staggered":
             return _staggered(llm, step)
         case "facts":
@@ -144,6 +146,8 @@ def _run_step(llm, step: dict):  # noqa: ANN001, ANN202
             return llm.guard_counts
         case "reset_prefix_cache":
             return llm.reset_prefix_cache()
+        case other if other in STEPS:
+            return STEPS[other](llm, step)
         case other:
             raise ValueError(f"unknown step {other}")
 

@@ -6,9 +6,9 @@ import json
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
+from tiny_models import config_only
 
 from bie_vllm_plugin.config import Int4AsymConfig
 
@@ -182,63 +182,6 @@ def test_bad_engine_configurations(refusals, case):
     assert len([line for line in message.splitlines() if words[0] in line]) == 1
 
 
-def config_only(folder: Path, **config) -> str:
-    """A model folder with nothing but a config.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def model_refusals(tmp_path_factory) -> dict[str, str]:
-    base = tmp_path_factory.mktemp("refused")
-    folders = {
-        "MLA": config_only(
-            base / "mla", architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", hidden_size=128,
-            num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, q_lora_rank=None, kv_lora_rank=64,
-            qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32, vocab_size=512, intermediate_size=128,
-            moe_intermediate_size=64, n_routed_experts=4, torch_dtype="float32", max_position_embeddings=512,
-        ),
-        "encoder-decoder": config_only(
-            base / "whisper", architectures=["WhisperForConditionalGeneration"], model_type="whisper", d_model=64,
-            encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, vocab_size=512,
-            encoder_ffn_dim=64, decoder_ffn_dim=64, torch_dtype="float32", max_target_positions=448,
-        ),
-        "state space": config_only(
-            base / "jamba", architectures=["JambaForCausalLM"], model_type="jamba", hidden_size=128,
-            num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, vocab_size=512, intermediate_size=128,
-            torch_dtype="float32", max_position_embeddings=512,
-        ),
-    }  # fmt: skip
-    code = textwrap.dedent(f"""
-        import json
-        from vllm.engine.arg_utils import EngineArgs
-        results = {{}}
-        for name, folder in {folders!r}.items():
-            try:
-                EngineArgs(model=folder, kv_cache_dtype="int4_asym", skip_tokenizer_init=True).create_engine_config()
-                results[name] = "accepted"
-            except Exception as error:
-                results[name] = str(error)
-        print("RESULTS" + json.dumps(results))
-    """)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert "RESULTS" in done.stdout, done.stderr[-3000:]
-    return json.loads(done.stdout.split("RESULTS")[1])
-
-
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("MLA", ["multi-head latent attention", "--kv-cache-dtype auto"]),
-        ("encoder-decoder", ["encoder-decoder model", "--kv-cache-dtype auto"]),
-        ("state space", ["state-space", "--kv-cache-dtype auto"]),
-    ],
-)
-def test_models_that_are_refused(model_refusals, case, words):
-    assert all(word in model_refusals[case] for word in words), model_refusals[case]
-
-
 def test_drafters_that_read_the_targets_cache_are_refused():
     from types import SimpleNamespace
 
@@ -271,6 +214,52 @@ def test_layer_features_are_refused_at_construction(case):
     with pytest.raises(ValueError, match="int4_asym") as error:
         Int4AsymImpl(**{**arguments, **extra})
     assert word in str(error.value)
+
+
+def built(layer_class=None, backend=None, dtype="int4_asym", window=None):
+    """A constructed attention layer as vLLM's forward context holds it, of a model that may do things its own way."""
+    from vllm.model_executor.layers.attention import Attention
+
+    from bie_vllm_plugin.backend import Int4AsymBackend
+
+    layer = object.__new__(layer_class or Attention)
+    layer.__dict__.update(
+        attn_type="decoder", kv_cache_dtype=dtype, attn_backend=backend or Int4AsymBackend, sliding_window=window
+    )
+    return layer
+
+
+def config_with(layer, skip=(), ranks=1):
+    from types import SimpleNamespace as Namespace
+
+    return Namespace(
+        compilation_config=Namespace(static_forward_context={"model.layers.3.self_attn.attn": layer}),
+        parallel_config=Namespace(pipeline_parallel_size=ranks), speculative_config=None,
+        cache_config=Namespace(kv_cache_dtype_skip_layers=list(skip)),
+    )  # fmt: skip
+
+
+def test_built_layers():
+    """What no check was asked about is found when the layers exist: foreign backends, special layers, lost settings."""
+    from vllm.model_executor.layers.attention import ChunkedLocalAttention
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from bie_vllm_plugin.checks import check_built_layers
+
+    assert check_built_layers(config_with(built())) == 1
+    assert check_built_layers(config_with(built(dtype="auto"), skip=["3"])) == 0
+    assert check_built_layers(config_with(built(dtype="auto", window=64), skip=["sliding_window"])) == 0
+    with pytest.raises(ValueError, match="--pipeline-parallel-size 2 leaves a rank .* VLLM_PP_LAYER_PARTITION"):
+        check_built_layers(config_with(built(dtype="auto"), skip=["3"], ranks=2))
+    for layer, words in (
+        (built(backend=CPUAttentionBackend), ["layers.3", "CPU_ATTN", "cannot replace"]),
+        (built(layer_class=ChunkedLocalAttention), ["ChunkedLocalAttention", "cannot replace"]),
+        (built(dtype="auto"), ["without its cache settings", "--kv-cache-dtype int4_asym"]),
+        (built(dtype="auto", window=64), ["without its cache settings"]),
+    ):
+        with pytest.raises(ValueError, match="another --kv-cache-dtype") as error:
+            check_built_layers(config_with(layer))
+        assert all(word in str(error.value) for word in words), error.value
 
 
 @pytest.mark.parametrize(

@@ -212,8 +212,12 @@ def test_every_worker_logs_the_settings(model_64, tmp_path):
     """Own processes for engine core and two workers: the start-up line comes from each worker."""
     arguments = llm(model_64, tensor_parallel_size=2, distributed_executor_backend="mp")
     lines = boot_log(tmp_path / "boot.py", **arguments)
+    (pages,) = [line for line in lines if "groups" in line]  # from the engine core
+    lines.remove(pages)
     workers = {re.search(r"pid=(\d+)", line).group(1) for line in lines}
     assert len(workers) == 2, lines
+    assert "2 groups" in pages and "multiples of 64 tokens" in pages
+    assert int(re.search(r"(\d+) % above", pages).group(1)) <= 10
     # Per token and worker: 4 layers x 1 KV head x 72 bytes, and (64 + 64) x 4 bytes in fp32 windows.
     assert all("288 bytes per token in the body, 2048 in the window" in line for line in lines)
     assert all("4 layers" in line and "sink_tokens=8 recent_tokens=128" in line for line in lines)
@@ -230,8 +234,8 @@ def test_the_log_names_what_equal_pages_cost(model_64, tmp_path, monkeypatch):
     monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT")
     draft = {"method": "draft_model", "model": model_64, "num_speculative_tokens": 3}
     arguments = llm(model_64, kv_cache_dtype_skip_layers=["0"], speculative_config=draft)
-    (line,) = boot_log(tmp_path / "packed.py", **arguments)
-    assert "LBHNC" not in line and "drafter draft_model, 3 tokens, its own cache: auto" in line
+    packed = "\n".join(boot_log(tmp_path / "packed.py", **arguments))
+    assert "LBHNC" not in packed and "drafter draft_model, 3 tokens, its own cache: auto" in packed
 
 
 def test_other_dtypes_do_not_notice_the_plugin(model_64):

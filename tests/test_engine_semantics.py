@@ -4,61 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from engine import assert_same, generate, greedy, llm, run_engines, tokens
-
-from bie_kernels import reference
-from bie_kernels.layout import PageLayout
+from oracle import Oracle
 
 pytestmark = pytest.mark.engine
 
-SINK, RECENT = 8, 128
-
-
-def oracle_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """A transformers attention function that follows `bie_kernels.reference` literally (batch 1, no cache)."""
-    layout = PageLayout(query.shape[-1])
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
-    k4, v4 = reference.quantised_copy(k, v, layout, SINK)
-    out = reference.attention(
-        q, torch.arange(q.shape[0]), k, v, k4, v4, scale=scaling, sink_tokens=SINK, recent_tokens=RECENT
-    )
-    return out[None].to(query.dtype), None
-
-
 @pytest.fixture(scope="module")
 def oracle():
-    """model folder -> function(token ids) -> log-probabilities [T, vocab] of the reference model in fp32."""
-    from transformers import AttentionInterface, AutoModelForCausalLM
-
-    AttentionInterface.register("int4_asym_oracle", oracle_attention)
-    models = {}
-
-    def run(folder: str, ids: list[int]) -> torch.Tensor:
-        if folder not in models:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            model.set_attn_implementation("int4_asym_oracle")
-            models[folder] = model.eval()
-        with torch.inference_mode():
-            logits = models[folder](torch.tensor([ids]), use_cache=False).logits[0]
-        return logits.log_softmax(-1)
-
-    return run
-
-
-def check_against_oracle(oracle, model: str, prompts: list[list[int]], results: list[dict]) -> None:
-    """Teacher-forced along the engine's greedy tokens: same log-probabilities, and each token the oracle's best."""
-    differences, regrets = [], []
-    for prompt, result in zip(prompts, results, strict=True):
-        ids = prompt + result["tokens"]
-        logprobs = oracle(model, ids[:-1])[len(prompt) - 1 :]
-        chosen = logprobs.gather(1, torch.tensor(result["tokens"])[:, None])[:, 0].numpy()
-        differences.append(np.abs(chosen - np.array(result["logprobs"])))
-        regrets.append(logprobs.amax(-1).numpy() - chosen)
-    difference, regret = np.concatenate(differences), np.concatenate(regrets)
-    assert np.median(difference) < 1e-3 and difference.max() < 0.05, (np.median(difference), difference.max())
-    # A greedy token may only differ from the oracle's best within the same noise.
-    assert regret.max() < 0.05, regret.max()
+    return Oracle()
 
 
 @pytest.mark.parametrize("model", ["model_64", "model_128"])
@@ -71,7 +24,7 @@ def test_position_rule_equals_reference_at_every_residue(model, request, oracle)
         lengths = sorted(edges | set(range(192, 256)))  # every residue of the page
     prompts = [tokens(n, seed=n) for n in lengths]
     ((results,),) = run_engines([{"llm": llm(model), "steps": [generate(prompts)]}])
-    check_against_oracle(oracle, model, prompts, results)
+    oracle.check(model, prompts, results)
 
 
 def test_chunk_size_does_not_matter(model_64):

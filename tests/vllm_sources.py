@@ -48,5 +48,6 @@ def run_with(version: str, arguments: list[str], timeout: int = 600) -> subproce
     """Run `python *arguments` with the named vLLM ("0.32": the installed one)."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     if version == "0.33":
-        env["PYTHONPATH"] = str(sources_033())
+        before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        env["PYTHONPATH"] = os.pathsep.join([str(sources_033()), *before])
     return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=timeout)

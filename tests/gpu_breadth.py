@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and features that need a GPU host; prints one JSON line per check and exits non-zero on failure.
+
+    python tests/gpu_breadth.py [check ...]
+
+Needs vLLM and an NVIDIA GPU; checks for two GPUs say `skipped` on one. Models are random
+and made on the spot (bf16). "= auto" compares an engine whose window is longer than the
+text, so that everything is read in 16 bits, with `auto`: the rest of the machinery, pages
+included, must not be seen in the numbers.
+"""
+from __future__ import annotations
+
+import concurrent.futures
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engine import generate, greedy, llm, logprob_differences, run_engines, tokens
+from tiny_models import CATALOGUE, add_tokenizer, config_of, tiny_model
+from tiny_vision import IMAGE_SIZE, tiny_adapter, tiny_idefics
+
+FOLDER = Path(tempfile.gettempdir()) / "bie-gpu-breadth"
+FACTS = {"do": "facts"}
+PROMPTS = [tokens(n, seed=n) for n in (50, 333, 700)]
+WIDE = {"settings": {"recent_tokens": 1024}}
+AUTO = {"kv_cache_dtype": "auto"}
+MODELS = ["gemma2", "gemma3", "mistral windowed", "cohere2", "qwen3", "qwen2", "glm4", "mixtral", "head 256", "head 80"]
+
+
+def gpu(model: str, **kwargs) -> dict:
+    """A small bf16 engine on the card; windows and pages as in production."""
+    arguments = {"dtype": "bfloat16", "kv_cache_memory_bytes": 512 << 20, "gpu_memory_utilization": 0.05,
+                 "max_num_seqs": 16, "max_model_len": 2048, **kwargs}  # fmt: skip
+    return llm(model, **arguments)
+
+
+def one(arguments: dict, steps: list, **env: str) -> list:
+    """One engine in a process of its own; raises RuntimeError if it does not start."""
+    (run,) = run_engines([{"llm": arguments, "steps": steps}], timeout=550, VLLM_LOGGING_LEVEL="INFO", **env)
+    if isinstance(run, dict):
+        raise RuntimeError(run["error"])
+    return run
+
+
+def compare(a: list[dict], b: list[dict], *, median: float = 0.02, worst: float = 0.6) -> dict:
+    """bf16 rounding differs between kernels; a wrong page or mask would show far above it."""
+    difference = logprob_differences(a, b)
+    total = sum(len(r["tokens"]) for r in a)
+    finite = bool(np.isfinite(difference).all())
+    ok = finite and len(difference) > 0.3 * total and np.median(difference) < median and difference.max() < worst
+    return {"ok": bool(ok), "median": float(np.median(difference)), "max": float(difference.max()),
+            "common": f"{len(difference)}/{total}"}  # fmt: skip
+
+
+def equal(first: dict, second: dict, steps: list | None = None, **env: str) -> dict:
+    """The same steps on two engines; the first step's generations are compared."""
+    steps = steps or [generate(PROMPTS)]
+    return compare(one(first, steps, **env)[0], one(second, steps, **env)[0])
+
+
+def like_auto(name: str) -> dict:
+    """All in 16 bits equals auto, INT4 in chunks of 64 equals INT4 at once, and auto's capacity is beaten."""
+    model = tiny_model(FOLDER, name)
+    steps = [generate(PROMPTS), FACTS]
+    auto, wide = one(gpu(model, **AUTO), steps), one(gpu(model, **WIDE), steps)
+    whole, chunks = one(gpu(model), steps), one(gpu(model, max_num_batched_tokens=64), steps)
+    first, second = compare(auto[0], wide[0]), compare(whole[0], chunks[0])
+    tokens_held = [run[1]["capacity_tokens"] for run in (auto, whole)]
+    return {"ok": first["ok"] and second["ok"] and tokens_held[1] >= tokens_held[0], "16 bits = auto": first,
+            "chunks": second, "tokens auto, int4_asym": tokens_held}  # fmt: skip
+
+
+def sleep_and_wake() -> dict:
+    """Level 1: weights to the host, the cache is dropped; the same answers afterwards and no hit in a dead cache."""
+    model = tiny_model(FOLDER, "gqa")
+    arguments = gpu(model, enable_sleep_mode=True, enable_prefix_caching=True, settings={"prefix_hits": "strict"})
+    steps = [generate(PROMPTS), {"do": "sleep", "level": 1}, {"do": "wake_up"}, generate(PROMPTS), {"do": "pool"}]
+    run = one(arguments, steps)
+    result = compare(run[0], run[3])
+    dropped = all(r["cached"] == 0 for r in run[3])
+    pool = run[4]
+    return {**result, "ok": result["ok"] and dropped and pool["referenced"] == 0, "slept": run[1], "pool": pool}
+
+
+def quantised(method: str) -> dict:
+    """Weights that vLLM quantises while loading: the cache does not notice."""
+    if method == "bitsandbytes" and importlib.util.find_spec("bitsandbytes") is None:
+        return {"ok": True, "skipped": "bitsandbytes is not installed"}
+    model = tiny_model(FOLDER, "gqa")
+    return equal(gpu(model, quantization=method, **AUTO), gpu(model, quantization=method, **WIDE))
+
+
+def packed(method: str) -> dict:
+    """AWQ and GPTQ checkpoints with dummy weights: they start and say something finite."""
+    config = config_of("gqa").to_dict()
+    details = {"awq": {"zero_point": True, "version": "gemm"}, "gptq": {"desc_act": False, "sym": True}}[method]
+    folder = FOLDER / f"packed-{method}"
+    folder.mkdir(parents=True, exist_ok=True)
+    config.update(architectures=["LlamaForCausalLM"], dtype="float16",
+                  quantization_config={"quant_method": method, "bits": 4, "group_size": 64, **details})  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    run = one(gpu(str(folder), load_format="dummy", dtype="float16"), [generate(PROMPTS), FACTS])
+    finite = all(np.isfinite(r["logprobs"]).all() for r in run[0])
+    return {"ok": bool(finite and all(len(r["tokens"]) == 32 for r in run[0])), "capacity": run[1]["capacity_tokens"]}
+
+
+def images() -> dict:
+    model, image_token = tiny_idefics(FOLDER / "idefics")
+    rng = np.random.default_rng(0)
+    prompt = tokens(100, seed=1, vocab=250) + [image_token] + tokens(200, seed=2, vocab=250)
+    step = {"do": "images", "prompts": [prompt], "sampling": greedy(24),
+            "images": [rng.integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3)).tolist()]}  # fmt: skip
+    base = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}}
+    return equal(gpu(model, **base, **AUTO), gpu(model, **base, **WIDE), [step])
+
+
+def adapters() -> dict:
+    model = tiny_model(FOLDER, "gqa")
+    outputs = {"q_proj": 512, "k_proj": 128, "v_proj": 128}
+    paths = [{"name": n, "id": i, "path": tiny_adapter(FOLDER / n, seed=i, outputs=outputs)}
+             for i, n in enumerate(("one", "two"), 1)]  # fmt: skip
+    prompt = tokens(333, seed=1)
+    step = {"do": "adapters", "prompts": [prompt] * 4, "adapters": [*paths, *paths], "sampling": greedy(24)}
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    run = one(gpu(model, enable_prefix_caching=True, settings={"prefix_hits": "strict"}, **lora), [step])[0]
+    result = compare(run[:2], run[2:])
+    return {**result, "ok": result["ok"] and [r["cached"] for r in run] == [0, 0, 320, 320]}
+
+
+def across(**kwargs) -> dict:
+    """Two GPUs against one."""
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        return {"ok": True, "skipped": "one GPU"}
+    model = tiny_model(FOLDER, "gqa")
+    steps = [generate(PROMPTS)]
+    both = one(gpu(model, distributed_executor_backend="mp", **kwargs), steps, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    alone = {key: value for key, value in kwargs.items() if not key.endswith("parallel_size")}
+    return compare(one(gpu(model, **alone), steps)[0], both[0])
+
+
+def soak() -> dict:
+    script = Path(__file__).with_name("soak.py")
+    done = subprocess.run([sys.executable, str(script), "--requests", "2000", "--dtype", "bfloat16"],
+                          capture_output=True, text=True, timeout=580)  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else {"ok": False, "error": done.stderr[-1500:]}
+
+
+def checks() -> dict:
+    return {
+        **{f"model {name}": lambda name=name: like_auto(name) for name in MODELS},
+        "sleep and wake up": sleep_and_wake,
+        "weights fp8": lambda: quantised("fp8"),
+        "weights bitsandbytes": lambda: quantised("bitsandbytes"),
+        "weights awq": lambda: packed("awq"),
+        "weights gptq": lambda: packed("gptq"),
+        "images = auto": images,
+        "adapters": adapters,
+        "tensor parallel 2 = 1": lambda: across(tensor_parallel_size=2),
+        "pipeline parallel 2 = 1": lambda: across(pipeline_parallel_size=2),
+        "a skipped layer, pipeline parallel 2": lambda: across(
+            kv_cache_dtype_skip_layers=["0"], pipeline_parallel_size=2
+        ),
+        "soak": soak,
+    }
+
+
+def guarded(name: str, check) -> dict:  # noqa: ANN001
+    """A check whose engine died is a failed check, and the others still count."""
+    try:
+        return {"check": name, **check()}
+    except (AssertionError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+        return {"check": name, "ok": False, "error": str(error)[-1500:]}
+
+
+def main(wanted: list[str]) -> int:
+    everything = checks()
+    assert set(MODELS) <= set(CATALOGUE)
+    names = [n for n in everything if not wanted or any(w in n for w in wanted)]
+    for name in MODELS:  # made once, before processes share them
+        tiny_model(FOLDER, name)
+    add_tokenizer(tiny_model(FOLDER, "gqa"))
+    start, failed = time.time(), 0
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for result in pool.map(lambda n: guarded(n, everything[n]), names):
+            print(json.dumps(result), flush=True)
+            failed += not result["ok"]
+    print(json.dumps({"passed": len(names) - failed, "failed": failed, "seconds": round(time.time() - start)}))
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

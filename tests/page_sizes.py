@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans the caches of known layer patterns with vLLM's own functions; prints one JSON line per pattern.
+
+    python tests/page_sizes.py
+
+Runs without an engine, on the installed vLLM or on another release's Python
+sources. A pattern is (layers, KV heads, head size, full layers per cycle, window,
+skipped full layers); per request of `LENGTH` tokens in bf16 it reports what vLLM
+allocates against the sum of the pages' bytes, the alignment of prefix hits, and
+the tokens a pool holds against `auto`.
+"""
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import torch
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:
+    from vllm.v1.core import kv_cache_utils as planning
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+import bie_vllm_plugin
+from bie_kernels.layout import PageLayout
+from bie_vllm_plugin.cache_spec import BodySpec, body_spec, sliding_page_tokens, window_spec
+from bie_vllm_plugin.config import Int4AsymConfig
+
+bie_vllm_plugin.register()
+register_all_kvcache_specs(None)
+
+LENGTH = 32768
+POOL = 64 << 30
+IN_FLIGHT = 2048
+"""Tokens of a prefill chunk, vLLM's own default for most cards; windows must hold them too."""
+FLASH = 16
+"""Tokens that a FlashAttention page is a multiple of."""
+
+PATTERNS = {
+    # name: (layers, KV heads, head size, a full layer every n-th, window, skipped full layers)
+    "Llama-3-8B": (32, 8, 128, 1, None, 0),
+    "Llama-3-8B, 2 layers skipped": (32, 8, 128, 1, None, 2),
+    "Llama-3-70B, tensor parallel 8": (80, 1, 128, 1, None, 0),
+    "Gemma-2-9B": (42, 8, 256, 2, 4096, 0),
+    "Gemma-2-27B": (46, 16, 128, 2, 4096, 0),
+    "Gemma-3-1B": (26, 1, 256, 6, 512, 0),
+    "Gemma-3-4B": (34, 4, 256, 6, 1024, 0),
+    "Gemma-3-27B": (62, 16, 128, 6, 1024, 0),
+    "Command-R7B": (32, 8, 128, 4, 4096, 0),
+    "Exaone-4-32B": (64, 8, 128, 4, 4096, 0),
+    "Olmo-3-7B": (32, 32, 128, 4, 4096, 0),
+    "Mistral-7B-v0.1": (32, 8, 128, 0, 4096, 0),
+}
+
+
+def engine(layout: KVCacheLayout) -> SimpleNamespace:
+    """As much of a VllmConfig as planning reads."""
+    cache = SimpleNamespace(
+        get_resolved_kv_cache_layout=lambda: layout, num_gpu_blocks_override=None, prefix_cache_retention_interval=0,
+        kv_cache_layout=layout.name, block_size=64, enable_prefix_caching=True, hash_block_size=None,
+        prefix_match_unit=None, mamba_cache_mode="none",
+    )  # fmt: skip
+    return SimpleNamespace(
+        cache_config=cache, speculative_config=None, kv_transfer_config=None, kv_events_config=None,
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=IN_FLIGHT),
+        attention_config=SimpleNamespace(hisparse_config=None), max_concurrent_batches=1,
+        max_in_flight_tokens=IN_FLIGHT,
+        model_config=SimpleNamespace(max_model_len=LENGTH, original_max_model_len=LENGTH),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+    )  # fmt: skip
+
+
+def specs(pattern: tuple, dtype: str) -> dict:
+    layers, heads, head, every, window, skipped = pattern
+    shape = {"num_kv_heads": heads, "head_size": head, "dtype": torch.bfloat16}
+    ours = dtype == "int4_asym"
+    body = body_spec(PageLayout(head), heads)
+    companion = window_spec(Int4AsymConfig(), heads, head, head, torch.bfloat16, 0, 0)
+    dense = BodySpec(block_size=64, **shape) if ours else FullAttentionSpec(block_size=16, **shape)
+    full = layers // every if every else 0
+    block = full * body.page_size_bytes + skipped * (dense.page_size_bytes - body.page_size_bytes)
+    held = (window or 0) + IN_FLIGHT
+    tokens = sliding_page_tokens(64, [FLASH], 4 * heads * head, layers - full, block, held)
+    if not ours or not full:  # without a full layer the plugin leaves everything alone
+        tokens = 16
+    result: dict = {}
+    for layer in range(layers):
+        name = f"model.layers.{layer}.self_attn.attn"
+        if not every or (layer + 1) % every:
+            result[name] = SlidingWindowSpec(block_size=tokens, sliding_window=window, **shape)
+        elif not ours or skipped > 0:
+            result[name] = dense
+            skipped -= 1
+        else:
+            result[name] = body
+            result[name + ".int4_asym_window"] = companion
+    return result
+
+
+def plan(pattern: tuple, dtype: str) -> dict:
+    vllm_config = engine(KVCacheLayout.BLHNC if dtype == "int4_asym" else KVCacheLayout.LBHNC)
+    wanted = specs(pattern, dtype)
+    groups = planning.get_kv_cache_groups(vllm_config, dict(wanted))
+    # As the engine core does, before it asks for the scheduler's block size.
+    vllm_config.cache_config.block_size = min(group.kv_cache_spec.block_size for group in groups)
+    config = planning.get_kv_cache_config_from_groups(vllm_config, groups, POOL)
+    block = config.kv_cache_tensors[0].size // config.num_blocks
+    if vllm_config.cache_config.kv_cache_layout == "LBHNC":
+        block = POOL // config.num_blocks
+    pages = [-(-g.kv_cache_spec.max_memory_usage_bytes(vllm_config) // g.kv_cache_spec.page_size_bytes) for g in groups]
+    ideal = sum(spec.max_memory_usage_bytes(vllm_config) for spec in wanted.values())
+    scheduler_block, hash_block = resolve_kv_cache_block_sizes(config, vllm_config)
+    return {
+        "groups": len(groups), "overhead": sum(pages) * block / ideal - 1, "alignment": scheduler_block,
+        "largest_page": max(spec.block_size for spec in wanted.values()), "hash_block": hash_block,
+        "tokens": int(config.num_blocks / sum(pages) * LENGTH),
+    }  # fmt: skip
+
+
+def main() -> None:
+    for name, pattern in PATTERNS.items():
+        ours, auto = plan(pattern, "int4_asym"), plan(pattern, "auto")
+        print(json.dumps({"name": name, **ours, "auto_tokens": auto["tokens"], "auto_groups": auto["groups"]}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
