@@ -2,11 +2,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
 import pytest
-from engine import tiny_llama
+import torch
+
+if not torch.cuda.is_available():
+    # Before any test module is collected: whoever imports the kernels first decides for all of a process.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from engine import tiny_llama  # noqa: E402
 
 
 def load_eval_module(name: str):
