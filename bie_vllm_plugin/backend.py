@@ -56,6 +56,10 @@ class Int4AsymBackend(AttentionBackend):
         return [MultipleOf(PAGE_TOKENS)]
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # the split into decode and prefill rows is made from the host's lengths
+
+    @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         # Block-outermost packs groups of different page size; the second makes all pages equal.
         return (KVCacheLayout.BLHNC, KVCacheLayout.LBHNC)
@@ -140,7 +144,8 @@ class Int4AsymImpl(AttentionImpl[Int4AsymMetadata]):
         )
         size = cuda_path.workspace_bytes(self.vllm_config, layers, 1 + drafts, limits, dtype.itemsize)
         # What loading the weights left in the allocator's cache would lie beside the pool until graphs are captured.
-        torch.cuda.empty_cache()
+        if not self.vllm_config.model_config.enable_sleep_mode:  # there weights lie in a pool that keeps its memory
+            torch.cuda.empty_cache()
         workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
         for layer in layers:
             layer.impl.workspace, layer.impl.flash_limits = workspace, limits

@@ -114,7 +114,7 @@ def _check_engine(vllm_config: VllmConfig) -> None:
             "uninstall that plugin or exclude it with VLLM_PLUGINS."
         )
     if vllm_config.speculative_config is not None:
-        _check_speculation(vllm_config.speculative_config)
+        _check_speculation(vllm_config.speculative_config, vllm_config.model_config)
     from vllm.platforms import current_platform
 
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
@@ -124,8 +124,13 @@ def _check_engine(vllm_config: VllmConfig) -> None:
         )
 
 
-def _check_speculation(speculation: Any) -> None:
+def _check_speculation(speculation: Any, target: Any) -> None:
     """Refuse drafters that were not tested; give the others a full-precision cache of their own."""
+    if speculation.enable_adaptive_verification:
+        raise ValueError(
+            f"speculative_config.enable_adaptive_verification does not go with {DTYPE_NAME}, which plans a step by the "
+            "number of drafts that the host knows; leave it out."
+        )
     if speculation.method in DRAFTERS_WITHOUT_CACHE:
         return
     if speculation.method not in DRAFTERS_WITH_CACHE:
@@ -150,6 +155,12 @@ def _check_speculation(speculation: Any) -> None:
         )
     from bie_vllm_plugin.model_checks import has_windows
 
+    if speculation.method == "draft_model" and has_windows(target):
+        # The V1 runner hands a draft model the block table of group 0, here that of the windowed layers.
+        raise ValueError(
+            f"a draft model does not go with {target.model}, some layers of which have a sliding window, under "
+            f"{DTYPE_NAME} yet; use method ngram."
+        )
     draft = speculation.draft_model_config
     for what, found in (
         ("multi-head latent attention", draft.use_mla),
@@ -239,9 +250,11 @@ def check_built_layers(vllm_config: VllmConfig) -> int:
         for name, layer in layers.items()
         if isinstance(layer, Attention) and layer.attn_type == AttentionType.DECODER
     }
+    quantised = sum(layer.kv_cache_dtype == DTYPE_NAME for layer in decoder.values())
     for name, layer in decoder.items():
         if layer.kv_cache_dtype != DTYPE_NAME:
-            if not drafter_may_differ and not _skipped(name, layer, vllm_config.cache_config):
+            # A drafter's layers keep full precision; but if no layer took the dtype, it was the target's that did not.
+            if not (drafter_may_differ and quantised) and not _skipped(name, layer, vllm_config.cache_config):
                 raise ValueError(
                     f"vLLM builds {name} without its cache settings, so it would not take --kv-cache-dtype "
                     f"{DTYPE_NAME}; {way_out}."
@@ -251,14 +264,13 @@ def check_built_layers(vllm_config: VllmConfig) -> int:
                 f"{name} is a {type(layer).__name__} layer with an attention backend of its own "
                 f"({layer.attn_backend.get_name()}), which {DTYPE_NAME} cannot replace; {way_out}."
             )
-    quantised = sum(layer.kv_cache_dtype == DTYPE_NAME for layer in decoder.values())
     ranks = vllm_config.parallel_config.pipeline_parallel_size
     if not quantised and ranks > 1:
         # Tried on CPUs: it starts, and says something else.
         raise ValueError(
             f"--pipeline-parallel-size {ranks} leaves a rank whose {len(decoder)} layers all have a sliding window or "
-            f"are skipped, which {DTYPE_NAME} does not support; skip fewer layers, set VLLM_PP_LAYER_PARTITION or use "
-            "--tensor-parallel-size."
+            f"are skipped, which {DTYPE_NAME} does not support; skip fewer layers, set VLLM_PP_LAYER_PARTITION, use "
+            "--tensor-parallel-size or, if all layers of the model are like that, --kv-cache-dtype auto."
         )
     if not quantised:
         logger.warning(

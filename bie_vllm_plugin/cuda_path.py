@@ -14,7 +14,7 @@ import torch
 
 from bie_kernels import decode, flash_plan, prefill, prefill_flash, store
 from bie_kernels.flash_plan import FlashPlan
-from bie_kernels.layout import PAGE_TOKENS, SLICE_ROWS, PageLayout
+from bie_kernels.layout import PAGE_TOKENS, SLICE_BYTES, SLICE_ROWS, PageLayout
 from bie_kernels.torch_path import Rule
 from bie_kernels.tuning import multiprocessors
 
@@ -92,10 +92,15 @@ def _flash_part(common: Any, decodes: int, limits: FlashLimits) -> tuple[int, li
         return None
     starts, seq_lens = common.query_start_loc_cpu.tolist(), lens.tolist()
     prefilling = getattr(common, "is_prefilling", None)
-    first = requests = common.num_reqs
+    prefilling = [] if prefilling is None else prefilling.tolist()
+    requests = common.num_reqs
+    while requests > decodes and starts[requests] == starts[requests - 1]:  # padding of a captured batch
+        requests -= 1
+    first = requests
     while first > decodes:
         rows = starts[first] - starts[first - 1]
-        if rows <= 1 + limits.drafts and (prefilling is None or not prefilling[first - 1]):
+        # The flags cover the batch without its padding.
+        if rows <= 1 + limits.drafts and not (first <= len(prefilling) and prefilling[first - 1]):
             break
         first -= 1
     pairs = 0.0
@@ -130,7 +135,7 @@ def split_batch(common: Any, threshold: int, limits: FlashLimits | None) -> Spli
         ).to(common.seq_lens.device)
         row, loc = int(starts_cpu[first]), common.query_start_loc
         starts = loc[decodes : first + 1] - decodes * q_len if first > decodes else None
-        return Split(decodes, q_len, starts, first, row, loc[first : common.num_reqs + 1] - row, plan)
+        return Split(decodes, q_len, starts, first, row, loc[first : first + len(lens) + 1] - row, plan)
     starts = None
     if prefills:
         # Without decode rows the offsets are vLLM's own persistent buffer: a graph captured for
@@ -145,9 +150,13 @@ def flash_limits(
     """How prefill is cut for flash attention; None where it cannot serve these layers."""
     if flash is None or any(layer.head_size != layer.head_size_v for layer in layers):
         return None
+    if rule.recent_tokens == 0:  # no band, which every row's result starts from
+        return None
     tokens = vllm_config.scheduler_config.max_num_batched_tokens
     limit = max(vllm_config.model_config.max_model_len, tokens + rule.recent_tokens) + PAGE_TOKENS
     row_bytes = max(layer.num_kv_heads * 2 * layer.head_size * itemsize for layer in layers)
+    if row_bytes * flash_plan.least_slice_tokens(rule.recent_tokens) > SLICE_BYTES:
+        return None  # a window this long does not fit into the workspace
     return FlashLimits(
         flash, flash_plan.slice_tokens_of(row_bytes, limit, rule.recent_tokens), min(SLICE_ROWS, tokens),
         rule.recent_tokens, drafts, 4 * max(layer.num_heads * layer.head_size for layer in layers),
@@ -248,10 +257,11 @@ def forward(
     if split.plan is not None:
         assert limits is not None and split.flash_starts is not None
         first, part = split.flash_first, slice(split.flash_row, n)
+        last = first + split.flash_starts.shape[0] - 1
         prefill_flash.prefill(
-            query[part], key[part], value[part], body, window, body_table[first : meta.num_reqs],
-            window_table[first : meta.num_reqs], split.flash_starts, meta.seq_lens[first : meta.num_reqs], output[part],
-            workspace, layout, split.plan, limits.flash, **numbers,
+            query[part], key[part], value[part], body, window, body_table[first:last], window_table[first:last],
+            split.flash_starts, meta.seq_lens[first:last], output[part], workspace, layout, split.plan, limits.flash,
+            **numbers,
         )  # fmt: skip
 
 

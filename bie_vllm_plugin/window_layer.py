@@ -147,7 +147,7 @@ def sliding_spec_of(layer: Any, original: Any, vllm_config: VllmConfig) -> KVCac
         block = 0  # ranks hold different layers and must agree: the smallest page
     tokens = sliding_page_tokens(
         spec.block_size,
-        backend.get_supported_kernel_block_sizes(),
+        backend.get_supported_kernel_block_sizes(spec),
         spec.page_size_bytes // spec.block_size,
         len(windowed),
         block,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -67,6 +68,8 @@ def two(name: str, first: dict, second: dict, steps: list, second_steps: list | 
 def accepted_as_often(result: dict) -> dict:
     """The first engine's drafts are accepted at least 0.95 as often as the second's."""
     if result["ok"]:
+        if "draft_tokens" not in result or "accepted_tokens" not in result:
+            return result | {"ok": False, "error": "nothing was drafted or accepted"}
         (drafts, other_drafts), (accepted, other) = result["draft_tokens"], result["accepted_tokens"]
         result["rates"] = [accepted / drafts, other / other_drafts]
         result["ok"] = result["rates"][0] >= 0.95 * result["rates"][1] > 0.5
@@ -80,35 +83,36 @@ REPETITIVE = [generate([LOOP * 160, LOOP * 20 + tokens(20, seed=1)], n=64), FACT
 MANY = [generate(prompts_of(1, 63, 64, 65, 130, 137, 200, 256, 333, 700, 1500)), FACTS]
 
 
-def equalities(one: dict, other: dict) -> dict:
-    """The list; the first engine of each check gets `one` on top, the second `other`."""
+def equalities(one: dict, other: dict, **run) -> dict:
+    """The list; the first engine of each check gets `one` on top, the second `other`, both processes `run`."""
     m64, m128 = tiny_llama(FOLDER / "d64"), tiny_llama(FOLDER / "d128", head_dim=128, seed=1)
     ngram = lambda k: {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     cached = lambda hits: {"enable_prefix_caching": True, "settings": {"prefix_hits": hits}}
     p600 = [tokens(600, seed=1)]
     return {
         "D=64: chunk 64 = chunk 2048": lambda n: two(
-            n, gpu(m64, max_num_batched_tokens=64, **one), gpu(m64, **other), MANY
+            n, gpu(m64, max_num_batched_tokens=64, **one), gpu(m64, **other), MANY, **run
         ),
         "D=128: batched = solo": lambda n: two(
-            n, gpu(m128, **one), gpu(m128, **other), MANY, [{**MANY[0], "one_by_one": True}, FACTS]
+            n, gpu(m128, **one), gpu(m128, **other), MANY, [{**MANY[0], "one_by_one": True}, FACTS],
+            **run,
         ),
-        "D=128: graphs = eager": lambda n: two(n, gpu(m128, **GRAPHS, **one), gpu(m128, **other), MANY),
+        "D=128: graphs = eager": lambda n: two(n, gpu(m128, **GRAPHS, **one), gpu(m128, **other), MANY, **run),
         "head_dim axis: graphs = eager": lambda n: two(
             n, gpu(m64, settings={"key_axis": "head_dim"}, **GRAPHS, **one),
-            gpu(m64, settings={"key_axis": "head_dim"}, **other), MANY,
+            gpu(m64, settings={"key_axis": "head_dim"}, **other), MANY, **run,
         ),
         "preempted = ample": lambda n: two(
             n, gpu(m64, num_gpu_blocks_override=58, max_model_len=512, **one), gpu(m64, **other),
-            [generate(prompts_of(200, 230, 260, 290), n=160), FACTS],
+            [generate(prompts_of(200, 230, 260, 290), n=160), FACTS], **run,
         ),
         "strict: warm = cold": lambda n: two(
-            n, gpu(m64, **cached("strict"), **one), gpu(m64, **other), [generate(p600), generate(p600), FACTS],
+            n, gpu(m64, **cached("strict"), **one), gpu(m64, **other), [generate(p600), generate(p600), FACTS], **run,
         ),
         **{
             f"speculation K={k} = none": lambda n, k=k: two(
                 n, gpu(m64, speculative_config=ngram(k), **GRAPHS, **LONG, **one),
-                gpu(m64, **GRAPHS, **LONG, **other), REPETITIVE,
+                gpu(m64, **GRAPHS, **LONG, **other), REPETITIVE, **run,
             )
             for k in (1, 3, 8, 16)  # 16 drafts are 17 rows: more than the decode kernel takes
         },
@@ -167,7 +171,11 @@ def drafters() -> dict:
 
 def checks() -> dict:
     with_async = equalities({"async_scheduling": True}, {"async_scheduling": False})
-    return {**equalities({}, {}), **{f"async, {name}": check for name, check in with_async.items()}, **drafters()}
+    slices = equalities({}, {}, env={"BIE_TEST_SLICES": "1"})  # decode, short drafts and slices in one step, too
+    return {
+        **equalities({}, {}), **{f"slices, {name}": check for name, check in slices.items()},
+        **{f"async, {name}": check for name, check in with_async.items()}, **drafters(),
+    }  # fmt: skip
 
 
 def main(wanted: list[str]) -> int:
@@ -189,7 +197,7 @@ def guarded(check, name: str) -> dict:
     """A check whose engine process died is a failed check, and the others still count."""
     try:
         return check(name)
-    except AssertionError as error:
+    except (AssertionError, KeyError, subprocess.SubprocessError) as error:
         return {"check": name, "ok": False, "error": str(error)[-1500:]}
 
 

@@ -115,6 +115,16 @@ BAD_ENGINES = {
         "", {"speculative_config": {"method": "draft_model", "model": "WINDOWED", "num_speculative_tokens": 2}},
         ["sliding-window layers", "full attention only"],
     ),
+    "draft model beside windows": (
+        "", {"model": "WINDOWED",
+             "speculative_config": {"method": "draft_model", "model": "MODEL", "num_speculative_tokens": 2}},
+        ["a draft model does not go with", "sliding window", "method ngram"],
+    ),
+    "adaptive verification": (
+        "", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3,
+                                    "enable_adaptive_verification": True}},
+        ["speculative_config.enable_adaptive_verification", "leave it out"],
+    ),
     "several MTP modules": (
         "", {"model": "TWO_MTP", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
         ["2 speculative tokens of several MTP modules", "num_speculative_tokens to 1"],

@@ -20,7 +20,7 @@ LIMITS = cuda_path.FlashLimits(
 
 
 def split(lengths: list[tuple[int, int]], limits=LIMITS, *, threshold: int = 1, prefilling: list[bool] | None = None):
-    """The split of requests (computed, q_len), as vLLM orders them."""
+    """The split of requests (computed, q_len), as vLLM orders them; `prefilling` leaves padding out."""
     starts = torch.tensor([0, *accumulate(n for _, n in lengths)], dtype=torch.int32)
     seq_lens = torch.tensor([c + n for c, n in lengths], dtype=torch.int32)
     common = SimpleNamespace(
@@ -66,3 +66,27 @@ def test_rows_with_drafts_in_flight_are_not_trusted() -> None:
     s = split(behind, threshold=4, prefilling=[True, True])
     assert s.flash_first == 0 and s.flash_starts.tolist() == [0, 2048, 2051]
     assert split(behind, threshold=4, prefilling=[True, False]).plan is None
+
+
+def test_padding_behind_the_batch() -> None:
+    """A captured batch is padded with requests without rows; the flags of the V2 runner leave them out."""
+    lengths = [(500, 17), (500, 17), (0, 0), (0, 0)]
+    assert split(lengths, threshold=16, prefilling=[False, False]).plan is None
+    s = split([(30000, 2048), (0, 700), (0, 0)], prefilling=[True, True])
+    assert s.flash_starts.tolist() == [0, 2048, 2748]
+
+
+def test_where_slices_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No window, a window larger than the workspace, keys and values of different size: the fused kernel."""
+    monkeypatch.setattr(cuda_path, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192), model_config=SimpleNamespace(max_model_len=65536)
+    )
+    layer = SimpleNamespace(head_size=128, head_size_v=128, num_heads=32, num_kv_heads=8)
+    other = SimpleNamespace(**{**vars(layer), "head_size_v": 64})
+    limits = lambda recent, *layers: cuda_path.flash_limits(
+        config, list(layers), cuda_path.Rule(8, recent, recent + 63), 2, 0, LIMITS.flash
+    )
+    assert limits(128, layer).slice_tokens == 16384
+    assert limits(0, layer) is None and limits(65536, layer) is None and limits(128, layer, other) is None

@@ -133,6 +133,13 @@ def test_head_sizes(layout: PageLayout) -> None:
     check([(0, 150), (200, 90)], layout, heads=1)
 
 
+@pytest.mark.parametrize("recent_tokens", [1, 17])
+def test_short_windows(recent_tokens: int) -> None:
+    """Offered with keys along the head, whose pages need no sealing."""
+    layout = PageLayout(64, key_axis="head_dim")
+    check([(0, 70), (100, 40)], layout, heads=1, recent_tokens=recent_tokens)
+
+
 def test_head_dim_axis() -> None:
     for layout in (PageLayout(64, key_axis="head_dim"), PageLayout(96, group_size=32, key_axis="head_dim")):
         check([(0, 150), (250, 90)], layout, heads=1)
@@ -172,7 +179,7 @@ def test_long_diffuse_attention() -> None:
 def test_plan_covers_every_pair_once(seed: int) -> None:
     """Band and slices together: every (query, key) pair of the causal triangle exactly once."""
     rng = random.Random(seed)
-    recent = rng.choice([64, 100, 128])
+    recent = rng.choice([1, 17, 64, 100, 128])
     lengths = [(rng.choice([0, rng.randrange(900)]), rng.randrange(1, 500)) for _ in range(rng.randrange(1, 5))]
     slice_tokens = 64 * rng.randrange(5, 12)
     starts = [0]
@@ -215,8 +222,8 @@ def test_plan_covers_every_pair_once(seed: int) -> None:
 
     for gather, call in plan.bands:
         own = [(r, 0, starts[r] - call.first, n) for r, (_, n) in enumerate(lengths)]
-        if gather is None:  # rows of this step: one "item" per page for the bookkeeping
-            items = [(r, p, row + p, min(64, n - p)) for r, _, row, n in own for p in range(0, n, 64)]
+        if gather is None:  # rows of this step
+            items = [(r, lengths[r][0] + p, row + p, 1) for r, _, row, n in own for p in range(n)]
         else:
             items = four(gather)
         mark(call, items, True)
@@ -260,3 +267,7 @@ def test_nan_stays_in_its_request() -> None:
 def test_rejects_what_it_does_not_take() -> None:
     with pytest.raises(ValueError, match="one head size"):
         check([(0, 64)], PageLayout(64, 80))
+    with pytest.raises(ValueError, match="at least one key"):
+        flash_plan.plan_flash([0, 10], [500], recent_tokens=0, slice_tokens=1024)
+    with pytest.raises(ValueError, match="without rows"):
+        flash_plan.plan_flash([0, 0], [500], recent_tokens=128, slice_tokens=1024)

@@ -103,6 +103,10 @@ def plan_flash(
         slice_tokens: rows of the workspace, a multiple of 64, at least recent_tokens + 64.
         max_rows: query tokens of one call.
     """
+    if recent_tokens < 1:
+        raise ValueError(f"recent_tokens={recent_tokens}: slices need a band of at least one key")
+    if any(b <= a for a, b in zip(starts, starts[1:], strict=False)):
+        raise ValueError("a request without rows has nothing to plan")
     plan = FlashPlan()
     rows_fit = min(max_rows, slice_tokens - recent_tokens)
     requests = len(seq_lens)
@@ -203,6 +207,11 @@ def _plan_long(
         plan.slices.append((Gather(plan.put(items), len(items) // 4), calls))
 
 
+def least_slice_tokens(recent_tokens: int) -> int:
+    """Rows below which a band and some queries do not fit: the caller sees to it that SLICE_BYTES hold them."""
+    return (-(-recent_tokens // PAGE_TOKENS) + 16) * PAGE_TOKENS
+
+
 def slice_tokens_of(row_bytes: int, limit: int, recent_tokens: int) -> int:
     """Rows of the workspace, a multiple of 64.
 
@@ -212,7 +221,7 @@ def slice_tokens_of(row_bytes: int, limit: int, recent_tokens: int) -> int:
         recent_tokens: a band's keys beyond its queries.
     """
     pages = min(SLICE_BYTES // row_bytes, limit) // PAGE_TOKENS
-    return max(pages, -(-recent_tokens // PAGE_TOKENS) + 16) * PAGE_TOKENS
+    return max(pages * PAGE_TOKENS, least_slice_tokens(recent_tokens))
 
 
 def workspace_bytes(
