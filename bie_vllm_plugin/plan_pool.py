@@ -19,6 +19,7 @@ from bie_vllm_plugin.config import DTYPE_NAME, Int4AsymConfig
 from bie_vllm_plugin.plan_formats import Format, quantised, skipped_layers, token_bytes
 from bie_vllm_plugin.plan_layers import Layer
 from bie_vllm_plugin.plan_model import ModelShape
+from bie_vllm_plugin.sliding_pages import sliding_page_tokens
 
 PageKind = Literal["full", "sliding", "chunked", "window", "state"]
 
@@ -187,8 +188,9 @@ def build_pool(model: ModelShape, fmt: Format, options: EngineOptions) -> Pool:
 # -- pages of the layers -----------------------------------------------------------------
 def layer_pages(model: ModelShape, fmt: Format, options: EngineOptions) -> tuple[list[PageSpec], bool]:
     """Pages of every layer, and whether the layout packs pages of different size in a block."""
-    ours = fmt.name == DTYPE_NAME
     skipped = skipped_layers(model, fmt, options.skip)
+    # With nothing to quantise the engine runs as under `auto`.
+    ours = fmt.name == DTYPE_NAME and any(quantised(layer, fmt, skipped) for layer in model.layers)
     per_token = {
         layer: token_bytes(layer, fmt, model.itemsize, options.settings, skipped) * local_heads(layer, options.tp)
         for layer in model.layers
@@ -197,7 +199,7 @@ def layer_pages(model: ModelShape, fmt: Format, options: EngineOptions) -> tuple
     attention = [layer for layer in model.layers if layer.kind in ("full", "mla")] or list(per_token)
     tokens = PAGE_TOKENS if ours else options.page_tokens
     shared_page = 0
-    if not ours and fmt.name != "bf16" and skipped:
+    if fmt.name not in ("bf16", DTYPE_NAME) and skipped:
         tokens, shared_page = _aligned_to_skipped(model, attention, per_token, tokens, skipped, options)
     states = [layer for layer in model.layers if layer.kind == "state"]
     state_page = max((layer.state.page_bytes(options.tp) for layer in states if layer.state), default=0)
@@ -206,7 +208,9 @@ def layer_pages(model: ModelShape, fmt: Format, options: EngineOptions) -> tuple
         tokens *= -(-state_page // (tokens * token))  # an attention page covers a state
         state_page = max(state_page, tokens * token)
 
-    bodies, windows, mixed = [], [], False
+    windowed = [layer for layer in model.layers if layer.kind == "sliding"]
+    block = tokens * sum(per_token[layer] for layer in model.layers if layer.kind == "full")
+    bodies, windows = [], []
     for layer in model.layers:
         if layer.kind == "state":
             assert layer.state is not None
@@ -219,7 +223,12 @@ def layer_pages(model: ModelShape, fmt: Format, options: EngineOptions) -> tuple
         kind: PageKind = "full" if layer.kind == "mla" else layer.kind
         size, page = tokens, tokens * per_token[layer]
         packing = f"{fmt.name if packed else 'auto'}:{layer.kv_heads}:{layer.head_size}:{layer.head_size_v}"
-        if kind == "sliding" and shared_page:
+        if kind == "sliding" and ours:
+            held = layer.window + options.chunk
+            steps = (32,) if options.cpu else (16,)
+            size = sliding_page_tokens(tokens, steps, per_token[layer], len(windowed), block, held)
+            page = size * per_token[layer]
+        elif kind == "sliding" and shared_page:
             size = max(16, shared_page // per_token[layer] // 16 * 16)
             page = shared_page
         bodies.append(
@@ -227,9 +236,7 @@ def layer_pages(model: ModelShape, fmt: Format, options: EngineOptions) -> tuple
         )
         if ours and packed:
             windows.append(_window_pages(layer, model.itemsize, options))
-        mixed = mixed or (ours and not packed)
-    # vLLM's CPU backend, which layers of the model's dtype fall back to, knows one layout only.
-    return bodies + windows, ours and not (options.cpu and mixed)
+    return bodies + windows, ours
 
 
 def local_heads(layer: Layer, tp: int) -> int:

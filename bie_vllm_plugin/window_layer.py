@@ -18,10 +18,10 @@ from bie_vllm_plugin.cache_spec import (
     drafted_ahead_tokens,
     dropped_tokens,
     lookahead_tokens,
-    sliding_page_tokens,
     window_spec,
 )
 from bie_vllm_plugin.config import Int4AsymConfig
+from bie_vllm_plugin.sliding_pages import sliding_page_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -147,7 +147,7 @@ def sliding_spec_of(layer: Any, original: Any, vllm_config: VllmConfig) -> KVCac
         block = 0  # ranks hold different layers and must agree: the smallest page
     tokens = sliding_page_tokens(
         spec.block_size,
-        backend.get_supported_kernel_block_sizes(spec),
+        [s if isinstance(s, int) else int(s.base) for s in backend.get_supported_kernel_block_sizes(spec)],
         spec.page_size_bytes // spec.block_size,
         len(windowed),
         block,

@@ -28,8 +28,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 import bie_vllm_plugin
 from bie_kernels.layout import PageLayout
-from bie_vllm_plugin.cache_spec import BodySpec, body_spec, sliding_page_tokens, window_spec
+from bie_vllm_plugin.cache_spec import BodySpec, body_spec, window_spec
 from bie_vllm_plugin.config import Int4AsymConfig
+from bie_vllm_plugin.sliding_pages import sliding_page_tokens
 
 bie_vllm_plugin.register()
 register_all_kvcache_specs(None)

@@ -223,6 +223,7 @@ def test_every_worker_logs_the_settings(model_64, tmp_path):
     assert all("4 layers" in line and "sink_tokens=8 recent_tokens=128" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_the_log_names_what_equal_pages_cost(model_64, tmp_path, monkeypatch):
     """Only where somebody asks for LBHNC; skipped layers and a drafter alone are packed. The drafter is named."""
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LBHNC")

@@ -47,7 +47,13 @@ def test_the_catalogue_is_covered():
     assert sorted(name for names in GROUPS.values() for name in names) == sorted(CATALOGUE)
 
 
-@pytest.mark.parametrize("group", GROUPS)
+SLOW_GROUPS = ("families", "experts")
+"""The machinery is that of the other groups; these take as long as all of them."""
+
+
+@pytest.mark.parametrize(
+    "group", [pytest.param(g, marks=pytest.mark.slow if g in SLOW_GROUPS else ()) for g in GROUPS]
+)
 def test_models_follow_the_reference(catalogue, group):
     names = GROUPS[group]
     oracle, wrong = Oracle(), []
@@ -72,6 +78,7 @@ def test_models_follow_the_reference(catalogue, group):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(NOT_TRANSFORMERS))
 def test_all_in_16_bits_equals_auto(catalogue, name):
     check_wide(catalogue, [name])

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -194,6 +195,7 @@ def _vllm_specs(model, fmt, options: EngineOptions) -> dict:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, get_kv_quant_mode, replace_as
 
     from bie_vllm_plugin.cache_spec import BodySpec, body_spec, window_spec
+    from bie_vllm_plugin.sliding_pages import sliding_page_tokens
 
     ours = fmt.name == "int4_asym"
     count = model.text["num_hidden_layers"]
@@ -226,6 +228,13 @@ def _vllm_specs(model, fmt, options: EngineOptions) -> dict:
                 spec = replace_as(spec, BodySpec)
         backend = TurboQuantAttentionBackend if fmt.name.startswith("turboquant") else TritonAttentionBackend
         specs[name] = spec if ours else backend.customize_spec(spec)
+    if ours:  # as window_layer.sliding_spec_of does, beside FlashAttention's pages of 16
+        sliding = {name: spec for name, spec in specs.items() if type(spec) is SlidingWindowSpec}
+        block = sum(spec.page_size_bytes for name, spec in specs.items() if name not in sliding)
+        for name, spec in sliding.items():
+            held = spec.sliding_window + options.chunk
+            tokens = sliding_page_tokens(64, [16], spec.page_size_bytes // 64, len(sliding), block, held)
+            specs[name] = replace(spec, block_size=tokens)
     return {**specs, **windows}
 
 

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("requests", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("requests", [120, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_soak(requests):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     script = Path(__file__).with_name("soak.py")
