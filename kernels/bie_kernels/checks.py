@@ -70,3 +70,28 @@ def check_numbers(sink_tokens: int, recent_tokens: int, retained: int, layout: P
         f"recent_tokens={recent_tokens}: key_axis {layout.key_axis!r} needs at least {least}",
     )
     require(retained >= recent_tokens, f"retained={retained} is less than recent_tokens={recent_tokens}")
+
+
+def check_prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, body: torch.Tensor, window: torch.Tensor,
+    body_table: torch.Tensor, window_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+    out: torch.Tensor, layout: PageLayout, sink_tokens: int, recent_tokens: int, retained: int,
+) -> tuple[int, int]:  # fmt: skip
+    """What both ways of prefill ask, shapes as in `bie_kernels.prefill.prefill`; returns (KV heads, requests)."""
+    heads, requests = body.shape[1], seq_lens.shape[0]
+    check_body(body, layout)
+    check_rows("q", q, None, layout.head_size)
+    check_rows("k", k, heads, layout.head_size)
+    check_rows("v", v, heads, layout.v_size)
+    check_window(window, layout, heads, q.dtype)
+    require(k.dtype == q.dtype and v.dtype == q.dtype, "q, k and v differ in dtype")
+    require(k.shape[0] == q.shape[0] and v.shape[0] == q.shape[0], "q, k and v differ in tokens")
+    require(q.shape[1] % heads == 0, f"{q.shape[1]} query heads are no multiple of {heads} KV heads")
+    check_rows("out", out, q.shape[1], layout.v_size)
+    require(out.dtype == q.dtype and out.shape[0] == q.shape[0], "out must have q's tokens and dtype")
+    check_ints("body_table", body_table, torch.int32, requests, None)
+    check_ints("window_table", window_table, torch.int32, requests, None)
+    check_ints("query_start_loc", query_start_loc, torch.int32, requests + 1)
+    check_ints("seq_lens", seq_lens, torch.int32, requests)
+    check_numbers(sink_tokens, recent_tokens, retained, layout)
+    return heads, requests

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bie_kernels.checks import check_body, check_ints, check_numbers, check_rows, check_window, require
+from bie_kernels.checks import check_prefill, require
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.merge import merge
 from bie_kernels.tiles import (
@@ -205,22 +205,10 @@ def prefill(
     Raises:
         ValueError: a shape, stride, dtype or number that the kernel does not take.
     """
-    heads, requests = body.shape[1], seq_lens.shape[0]
-    check_body(body, layout)
-    check_rows("q", q, None, layout.head_size)
-    check_rows("k", k, heads, layout.head_size)
-    check_rows("v", v, heads, layout.v_size)
-    check_window(window, layout, heads, q.dtype)
-    require(k.dtype == q.dtype and v.dtype == q.dtype, "q, k and v differ in dtype")
-    require(k.shape[0] == q.shape[0] and v.shape[0] == q.shape[0], "q, k and v differ in tokens")
-    require(q.shape[1] % heads == 0, f"{q.shape[1]} query heads are no multiple of {heads} KV heads")
-    check_rows("out", out, q.shape[1], layout.v_size)
-    require(out.dtype == q.dtype and out.shape[0] == q.shape[0], "out must have q's tokens and dtype")
-    check_ints("body_table", body_table, torch.int32, requests, None)
-    check_ints("window_table", window_table, torch.int32, requests, None)
-    check_ints("query_start_loc", query_start_loc, torch.int32, requests + 1)
-    check_ints("seq_lens", seq_lens, torch.int32, requests)
-    check_numbers(sink_tokens, recent_tokens, retained, layout)
+    heads, requests = check_prefill(
+        q, k, v, body, window, body_table, window_table, query_start_loc, seq_lens, out, layout, sink_tokens,
+        recent_tokens, retained,
+    )  # fmt: skip
     group = q.shape[1] // heads
     tile = prefill_tile(layout, q.device)
     require(group <= tile.rows, f"{group} query heads per KV head: prefill takes at most {tile.rows}")

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bie_kernels.checks import check_body, check_ints, check_numbers, check_rows, check_window, require
+from bie_kernels.checks import check_prefill, require
 from bie_kernels.flash_plan import Call, FlashPlan, Gather, workspace_bytes
 from bie_kernels.layout import FP16_MAX, PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.store import token_slot
@@ -213,22 +213,11 @@ def prefill(
     Raises:
         ValueError: a shape, stride, dtype or number that is not taken.
     """
-    heads, requests = body.shape[1], seq_lens.shape[0]
     require(layout.head_size == layout.v_size, "flash attention needs keys and values of one head size")
-    check_body(body, layout)
-    check_rows("q", q, None, layout.head_size)
-    check_rows("k", k, heads, layout.head_size)
-    check_rows("v", v, heads, layout.v_size)
-    check_window(window, layout, heads, q.dtype)
-    require(k.dtype == q.dtype and v.dtype == q.dtype, "q, k and v differ in dtype")
-    require(k.shape[0] == q.shape[0] and v.shape[0] == q.shape[0], "q, k and v differ in tokens")
-    check_rows("out", out, q.shape[1], layout.v_size)
-    require(out.dtype == q.dtype and out.shape[0] == q.shape[0], "out must have q's tokens and dtype")
-    check_ints("body_table", body_table, torch.int32, requests, None)
-    check_ints("window_table", window_table, torch.int32, requests, None)
-    check_ints("query_start_loc", query_start_loc, torch.int32, requests + 1)
-    check_ints("seq_lens", seq_lens, torch.int32, requests)
-    check_numbers(sink_tokens, recent_tokens, retained, layout)
+    heads, _ = check_prefill(
+        q, k, v, body, window, body_table, window_table, query_start_loc, seq_lens, out, layout, sink_tokens,
+        recent_tokens, retained,
+    )  # fmt: skip
     numbers = plan.numbers
     if numbers is None:
         raise ValueError("plan: its numbers are not on the device; call plan.to(device)")
