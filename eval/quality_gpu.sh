@@ -38,7 +38,7 @@ for folder in "$@"; do
   wait
   step "$m--fp16" 200 --model "$folder" --dtype float16 --formats "auto,auto+chunk=512,int4_asym,$FLOOR" \
     --contexts $CONTEXTS --decode 0 --needles none --jobs 4 --kv-memory 0.75 --engine-args "$GPU" &
-  longest=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["max_position_embeddings"])' "$folder/config.json")
+  longest=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1])).get("max_position_embeddings", 0))' "$folder/config.json")
   if [ "$longest" -ge 32768 ]; then
     step "$m--32k" 240 --model "$folder" --formats $SERVED --contexts 32768 --decode 16 --needle-contexts 32768 \
       --jobs 10 --kv-memory 2.5 --engine-args "$GPU" &
