@@ -14,7 +14,7 @@ import torch
 
 from bie_kernels.layout import HEAD_SIZES, PAGE_TOKENS
 from bie_vllm_plugin.config import DTYPE_NAME, Int4AsymConfig
-from bie_vllm_plugin.model_checks import check_model
+from bie_vllm_plugin.model_checks import check_model, has_windows
 
 logger = logging.getLogger("vllm.bie_vllm_plugin")
 
@@ -153,8 +153,6 @@ def _check_speculation(speculation: Any, target: Any) -> None:
             f"{speculation.num_speculative_tokens} speculative tokens of several MTP modules do not go with "
             f"{DTYPE_NAME} yet, which was tested with one module; set num_speculative_tokens to 1 or use method ngram."
         )
-    from bie_vllm_plugin.model_checks import has_windows
-
     if speculation.method == "draft_model" and has_windows(target):
         # The V1 runner hands a draft model the block table of group 0, here that of the windowed layers.
         raise ValueError(

@@ -33,7 +33,6 @@ device, but 5 to 14 launches a layer instead of one, which take the host about a
 for its launches (H200: first token of a 1k prompt after 68 ms with slices, of `auto` after 30).
 """
 
-
 FLASH_TOKENS = 4096
 """From so many tokens on the rest of the model keeps the device busy while the host launches."""
 
@@ -103,6 +102,8 @@ def _flash_part(common: Any, decodes: int, limits: FlashLimits) -> tuple[int, li
         if rows <= 1 + limits.drafts and not (first <= len(prefilling) and prefilling[first - 1]):
             break
         first -= 1
+    if first == requests:  # a captured batch of verify rows must keep vLLM's own offsets
+        return None
     pairs = 0.0
     for i in range(first, requests):
         rows = starts[i + 1] - starts[i]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -19,16 +20,19 @@ LIMITS = cuda_path.FlashLimits(
 )  # fmt: skip
 
 
-def split(lengths: list[tuple[int, int]], limits=LIMITS, *, threshold: int = 1, prefilling: list[bool] | None = None):
-    """The split of requests (computed, q_len), as vLLM orders them; `prefilling` leaves padding out."""
+def batch(lengths: list[tuple[int, int]], prefilling: list[bool] | None = None) -> SimpleNamespace:
+    """vLLM's metadata of requests (computed, q_len), as vLLM orders them; `prefilling` leaves padding out."""
     starts = torch.tensor([0, *accumulate(n for _, n in lengths)], dtype=torch.int32)
     seq_lens = torch.tensor([c + n for c, n in lengths], dtype=torch.int32)
-    common = SimpleNamespace(
+    return SimpleNamespace(
         query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=seq_lens, seq_lens_cpu_upper_bound=seq_lens,
         num_reqs=len(lengths), num_actual_tokens=int(starts[-1]), max_query_len=max(n for _, n in lengths),
         is_prefilling=None if prefilling is None else torch.tensor(prefilling),
     )  # fmt: skip
-    return cuda_path.split_batch(common, threshold, limits)
+
+
+def split(lengths: list[tuple[int, int]], limits=LIMITS, *, threshold: int = 1, prefilling: list[bool] | None = None):
+    return cuda_path.split_batch(batch(lengths, prefilling), threshold, limits)
 
 
 def test_decodes_only() -> None:
@@ -74,6 +78,14 @@ def test_padding_behind_the_batch() -> None:
     assert split(lengths, threshold=16, prefilling=[False, False]).plan is None
     s = split([(30000, 2048), (0, 700), (0, 0)], prefilling=[True, True])
     assert s.flash_starts.tolist() == [0, 2048, 2748]
+
+
+def test_verify_rows_alone_keep_vllms_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where every prefill goes through slices: a graph reads the persistent buffer at replay."""
+    monkeypatch.setattr(cuda_path, "FLASH_TOKENS", 0)
+    common = batch([(500, 17), (500, 17)])
+    s = cuda_path.split_batch(common, 16, replace(LIMITS, drafts=16, least_work=0))
+    assert s.plan is None and s.starts is common.query_start_loc
 
 
 def test_where_slices_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
