@@ -11,6 +11,7 @@ together, `BATCHxCONTEXT`, or `BATCHxCACHED+NEW`, whose first CACHED tokens are 
     tpot_ms          median time per output token while all requests decode
     tokens_per_s     output tokens of the batch over that time
     capacity_tokens  tokens of such requests that the pool holds, from the share of it that they took
+    growth_mib       of GPU memory since the first prompt of --chunk tokens
 """
 from __future__ import annotations
 
@@ -137,7 +138,8 @@ def run_format(args: argparse.Namespace) -> list[dict]:
         gpu_memory_utilization=args.memory, enforce_eager=args.eager, max_num_batched_tokens=args.chunk,
         kv_cache_memory_bytes=args.pool_gib << 30 if args.pool_gib else None,
     )  # fmt: skip
-    run_case(llm, Case("1x256"), 8, 1, 0)
+    for length in (256, args.chunk):  # a full chunk's activations are in vLLM's profile
+        run_case(llm, Case(f"1x{length}"), 8, 1, 0)
     before = torch.cuda.mem_get_info()[0]
     records = []
     for case in cases:

@@ -56,9 +56,9 @@ def uniform(batch: int, context: int, **options) -> Case:
     return Case(f"decode {batch}x{context // 1024}k", (context,) * batch, **options)
 
 
-PATHS: dict[str, decode.Fast] = {"auto": None, "triton": False, "rows": True, "keys": "keys"}
+PATHS: dict[str, decode.Fast] = {"auto": None, "triton": False, "keys": True}
 PATHS_HELP = (
-    "auto: the kernel a user gets; triton: the portable one; rows: decode_gluon; keys: decode_keys; "
+    "auto: the kernel a user gets; triton: the portable one; keys: decode_keys; "
     "NAME+SETTING=n changes tuning.SETTING"
 )
 DEFAULTS = {key: value for key, value in vars(tuning).items() if key.isupper()}
@@ -174,7 +174,7 @@ def gate(case: Case, dtype: torch.dtype, fast: decode.Fast) -> float:
     out = torch.full((q.shape[0], q.shape[1], layout.v_size), float("nan"), dtype=dtype, device=DEVICE)
     numbers = dict(scale=layout.head_size**-0.5, sink_tokens=SINK, recent_tokens=RECENT)
     decode.decode(
-        q.to(DEVICE), body, window, table, window_table, lens, out, workspace_for(case, requests, fast), layout,
+        q.to(DEVICE), body, window, table, window_table, lens, out, workspace_for(case, requests), layout,
         q_len=case.q_len, retained=retained, fast=fast, **numbers,
     )  # fmt: skip
     want = []
@@ -188,10 +188,10 @@ def gate(case: Case, dtype: torch.dtype, fast: decode.Fast) -> float:
     return float((out.float().cpu() - expected).norm() / expected.norm())
 
 
-def workspace_for(case: Case, requests: int, fast: decode.Fast) -> torch.Tensor:
+def workspace_for(case: Case, requests: int) -> torch.Tensor:
     heads = case.kv_heads
     size = decode.workspace_bytes(
-        requests, heads * case.group, case.layout.v_size, case.q_len, kv_heads=heads, device=DEVICE, fast=fast
+        requests, heads * case.group, case.layout.v_size, case.q_len, kv_heads=heads, device=DEVICE
     )
     return torch.empty(size, dtype=torch.uint8, device=DEVICE)
 
@@ -246,10 +246,10 @@ def decode_timer(case: Case, pool: Pool, dtype: torch.dtype, fast: decode.Fast) 
     lens = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
     q = torch.randn(requests * case.q_len, case.kv_heads * case.group, layout.head_size, device=DEVICE).to(dtype)
     out = torch.empty(q.shape[0], q.shape[1], layout.v_size, dtype=dtype, device=DEVICE)
-    work = workspace_for(case, requests, fast)
+    work = workspace_for(case, requests)
     plan = decode.plan_for(
         lens, torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE), q_heads=q.shape[1],
-        kv_heads=case.kv_heads, q_len=case.q_len, sink_tokens=SINK, recent_tokens=RECENT, fast=fast,
+        kv_heads=case.kv_heads, q_len=case.q_len, sink_tokens=SINK, recent_tokens=RECENT,
     )  # fmt: skip
 
     def call(table: torch.Tensor, window_table: torch.Tensor) -> Callable[[], None]:

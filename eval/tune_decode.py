@@ -26,18 +26,12 @@ GATE_LIMIT, TIME_LIMIT = 60.0, 90.0
 
 ROUNDS: list[list[tuple[str, list[str]]]] = [
     [
-        ("q6 8x32k", [
-            "keys", "rows", "rows+ROWS_PER_PROGRAM=24", "keys+KEYS_STAGES=1", "keys+KEYS_TILES=2", "keys+KEYS_TILES=1",
-        ]),
-        ("d256 32x32k", ["keys", "triton", "keys+KEYS_WIDE_STAGES=2+PROGRAMS_PER_SM=5"]),
-    ],
-    [
-        ("8x32k", ["keys", "rows", "keys+PROGRAMS_PER_SM=9"]),
-        ("32x32k", ["keys", "rows", "keys+PROGRAMS_PER_SM=9"]),
-        ("1x8k", ["keys", "rows", "keys+KEYS_STAGES=1+PROGRAMS_PER_SM=12"]),
-        ("q4 8x32k", ["keys", "rows", "keys+KEYS_TILES=1"]),
-        ("d96 32x32k", ["keys", "triton"]),
-        ("d192 32x32k", ["keys", "triton"]),
+        ("1x8k", ["keys", "keys+PROGRAMS_PER_SM=10", "keys+MIN_UNITS=3", "triton"]),
+        ("8x32k", ["keys", "keys+PROGRAMS_PER_SM=10", "keys+KEYS_STAGES=2", "triton"]),
+        ("q6 8x32k", ["keys", "keys+KEYS_TILES=2"]),
+        ("d64 32x32k", ["keys", "keys+KEYS_STAGES=2"]),
+        ("d96 32x32k", ["keys", "keys+KEYS_STAGES=2"]),
+        ("d192 32x32k", ["keys", "keys+KEYS_STAGES=2"]),
     ],
 ]  # fmt: skip
 """Rounds of (case, paths of bench_kernels): a round's gates run side by side, then its cases are timed."""

@@ -145,7 +145,7 @@ def calls(layout: PageLayout, dtype: torch.dtype, group: int, q_len: int, fast: 
 
 
 def parse(name: str):  # noqa: ANN201
-    """`family-sm_90-d128-bf16[-gqaN][-qN][-g32][-head_dim][-gluon|-keys]` -> (launches' call, arch)."""
+    """`family-sm_90-d128-bf16[-gqaN][-qN][-g32][-head_dim][-keys]` -> (launches' call, arch)."""
     family, *words = name.split("-")
     arch, size, dtype, group, q_len, group_size, axis = 90, 128, torch.bfloat16, 4, 1, 64, "channel"
     fast: decode.Fast = False
@@ -164,10 +164,8 @@ def parse(name: str):  # noqa: ANN201
             group_size = 32
         elif word == "head_dim":
             axis = "head_dim"
-        elif word == "gluon":
-            fast = True
         elif word == "keys":
-            fast = "keys"
+            fast = True
     layout = PageLayout(size, group_size=group_size, key_axis=axis)  # type: ignore[arg-type]
     return calls(layout, dtype, group, q_len, fast)[family], arch
 

@@ -15,12 +15,10 @@ import pytest
 BUILDS = [
     "decode-sm_80-d128-bf16", "decode-sm_86-d64-fp16", "decode-sm_89-d128-fp16", "decode-sm_90-d128-bf16",
     "decode-sm_100-d128-bf16", "decode-sm_120-d64-bf16",
-    "decode-sm_80-d128-fp16-gluon", "decode-sm_86-d128-bf16-gluon", "decode-sm_89-d64-bf16-gluon",
-    "decode-sm_90-d128-bf16-gluon", "decode-sm_90-d128-bf16-gqa16-gluon", "decode-sm_100-d128-bf16-gluon",
-    "decode-sm_120-d128-bf16-gluon",
-    "decode-sm_90-d128-bf16-q6-gluon", "decode-sm_89-d128-bf16-q6-gluon", "decode-sm_80-d64-bf16-q6",
-    "decode-sm_90-d128-bf16-keys", "decode-sm_89-d256-bf16-keys", "decode-sm_86-d96-fp16-keys",
-    "decode-sm_120-d64-bf16-gqa16-keys", "decode-sm_90-d128-bf16-q6-keys",
+    "decode-sm_80-d128-fp16-keys", "decode-sm_86-d128-bf16-keys", "decode-sm_89-d64-bf16-keys",
+    "decode-sm_90-d128-bf16-keys", "decode-sm_90-d128-bf16-gqa16-keys", "decode-sm_100-d128-bf16-keys",
+    "decode-sm_120-d128-bf16-keys", "decode-sm_89-d256-bf16-keys", "decode-sm_86-d96-fp16-keys",
+    "decode-sm_90-d128-bf16-q6-keys", "decode-sm_89-d128-bf16-q6-keys", "decode-sm_80-d64-bf16-q6",
     "prefill-sm_80-d64-fp16", "prefill-sm_90-d128-bf16", "prefill-sm_120-d128-bf16",
     "flash-sm_80-d64-fp16", "flash-sm_90-d128-bf16",
     "store-sm_86-d64-fp16", "store-sm_90-d128-bf16", "seal-sm_89-d64-bf16", "seal-sm_90-d128-bf16",
@@ -34,7 +32,6 @@ MATRIX = [
         ("decode", ""), ("decode", "-gqa16"), ("decode", "-head_dim"), ("decode", "-g32"), ("decode", "-q6"),
         ("prefill", ""), ("prefill", "-head_dim"), ("flash", ""), ("flash", "-head_dim"),
         ("store", ""), ("store", "-head_dim"), ("seal", ""),
-        *((("decode", "-gluon"), ("decode", "-q6-gluon")) if size in (64, 128) else ()),
         *((("decode", "-keys"), ("decode", "-gqa16-keys"), ("decode", "-q6-keys")) if size not in (80, 112) else ()),
     )
 ]  # fmt: skip

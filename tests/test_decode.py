@@ -40,7 +40,7 @@ def run(
     heads, requests = body.shape[1], b.seq_lens.shape[0]
     if workspace is None:
         size = decode.workspace_bytes(
-            requests, q.shape[1], batch.layout.v_size, q_len, kv_heads=heads, device=DEVICE, fast=fast
+            requests, q.shape[1], batch.layout.v_size, q_len, kv_heads=heads, device=DEVICE
         )
         workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device=DEVICE)
     out = torch.full((q.shape[0], q.shape[1], batch.layout.v_size), float("nan"), dtype=q.dtype, device=DEVICE)
@@ -201,39 +201,35 @@ def test_refusals() -> None:
 # -- on a card: the fast kernel against the oracle and its plain twin -----------
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("fast", "size"), [(True, 64), (True, 128), *(("keys", size) for size in (64, 96, 128, 192, 256))]
-)
-def test_fast_lengths(fast: decode.Fast, size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("size", [64, 96, 128, 192, 256])
+def test_fast_lengths(size: int, dtype: torch.dtype) -> None:
     lengths = [1, 63, 64, 65, 127, 129, 131, 136, 137, 200, 330, 777]
-    check(lengths, PageLayout(size), dtype=dtype, pad_requests=2, fast=fast)
+    check(lengths, PageLayout(size), dtype=dtype, pad_requests=2, fast=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fast", [True, "keys"])
 @pytest.mark.parametrize(("group", "q_len"), [(1, 1), (2, 1), (7, 1), (8, 1), (16, 1), (4, 6), (1, 16), (5, 9)])
-def test_fast_rows(fast: decode.Fast, group: int, q_len: int) -> None:
-    check([q_len, 140, 530], PageLayout(128), group=group, q_len=q_len, lookahead=q_len - 1, fast=fast)
+def test_fast_rows(group: int, q_len: int) -> None:
+    check([q_len, 140, 530], PageLayout(128), group=group, q_len=q_len, lookahead=q_len - 1, fast=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fast", [True, "keys"])
 @pytest.mark.parametrize("options", [
     {"sink_tokens": 0}, {"sink_tokens": 20}, {"sink_tokens": 100}, {"dropped": True}, {"recent_tokens": 64},
     {"dtype": torch.bfloat16, "q_scale": 300.0, "spread": 20000.0, "offset": 0.0, "limit": 0.02},
 ])  # fmt: skip
-def test_fast_windows_and_ranges(fast: decode.Fast, options: dict) -> None:
-    check([64 * 5 + 1, 64 * 3 + 17, 1000], PageLayout(128), fast=fast, **options)
+def test_fast_windows_and_ranges(options: dict) -> None:
+    check([64 * 5 + 1, 64 * 3 + 17, 1000], PageLayout(128), fast=True, **options)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fast", [True, False, "keys"])
+@pytest.mark.parametrize("fast", [True, False])
 def test_long_diffuse_attention_on_a_card(fast: decode.Fast) -> None:
     check([16385], PageLayout(128), heads=1, group=4, q_scale=0.05, offset=0.0, limit=1e-3, fast=fast)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fast", [True, False, "keys"])
+@pytest.mark.parametrize("fast", [True, False])
 def test_a_graph_holds_for_any_lengths(fast: decode.Fast) -> None:
     """Captured once for 4 requests; replayed with other lengths, padding included, it equals eager."""
     layout, numbers = PageLayout(128), {"sink_tokens": 8, "recent_tokens": 128, "retained": 191, "scale": 0.1}
@@ -242,7 +238,7 @@ def test_a_graph_holds_for_any_lengths(fast: decode.Fast) -> None:
     b = batch.to(DEVICE)
     q = torch.randn(4, 8, 128, device=DEVICE).bfloat16()
     out = torch.empty_like(q)
-    size = decode.workspace_bytes(4, 8, 128, 1, kv_heads=2, device=DEVICE, fast=fast)
+    size = decode.workspace_bytes(4, 8, 128, 1, kv_heads=2, device=DEVICE)
     work, lens = torch.empty(size, dtype=torch.uint8, device=DEVICE), b.seq_lens.clone()
 
     def call(lengths: torch.Tensor, result: torch.Tensor) -> None:

@@ -48,7 +48,7 @@ def _quick_lengths(late: bool, dtype: torch.dtype, size: int) -> bool:
 )
 def test_lengths_around_pages(late: bool, dtype: torch.dtype, size: int) -> None:
     lengths = [1, 63, 64, 65, 129, 136, 137, 330] if size == 128 else [70, 337]
-    check(lengths, PageLayout(size), dtype=dtype, heads=1, pad_requests=1, fast="keys")
+    check(lengths, PageLayout(size), dtype=dtype, heads=1, pad_requests=1, fast=True)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_rows(late: bool, rows: tuple[int, int], size: int) -> None:
     """Query heads of a KV head times query tokens: 8 to 24 rows a program, and programs that differ."""
     group, q_len = rows
     lengths = [q_len, 140, 330] if size == 64 else [200]
-    check(lengths, PageLayout(size), group=group, q_len=q_len, heads=1, lookahead=q_len - 1, fast="keys")
+    check(lengths, PageLayout(size), group=group, q_len=q_len, heads=1, lookahead=q_len - 1, fast=True)
 
 
 @pytest.mark.parametrize(
@@ -77,4 +77,4 @@ def test_rows(late: bool, rows: tuple[int, int], size: int) -> None:
     ),
 )  # fmt: skip
 def test_windows_and_ranges(late: bool, options: dict) -> None:
-    check([64 * 3 + 17, 400], PageLayout(64), heads=1, fast="keys", **options)
+    check([64 * 3 + 17, 400], PageLayout(64), heads=1, fast=True, **options)

@@ -7,21 +7,20 @@ head with all its query heads, dequantises in registers and writes a partial res
 need no masks; the few others (sinks, the edge of the recent window, prefix hits whose
 16-bit copies are gone) and the 16-bit window pages do.
 
-The plain Triton kernel here is the portable path. `decode_gluon` holds a faster one for
-the common shapes, `decode_keys` its successor, which has not run on a card yet and is
-taken only when asked for. All read one layout and write the same partials.
+The plain Triton kernel here is the portable path; `decode_keys` holds a faster one for the
+common shapes. Both read one layout and write the same partials.
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 
 from bie_kernels import tuning
-from bie_kernels.checks import check_body, check_ints, check_numbers, check_rows, check_window, require
+from bie_kernels.checks import check_body, check_ints, check_numbers, check_rows, check_window
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.merge import merge
 from bie_kernels.plan import item_budget, make_plan, plan_ints
@@ -43,16 +42,12 @@ from bie_kernels.tiles import (
 from bie_kernels.tuning import decode_tile, interpreted, overlaps
 
 try:
-    from bie_kernels import decode_gluon
-except (ImportError, AttributeError):  # a Triton without Gluon, or with another one
-    decode_gluon = None  # type: ignore[assignment]
-try:
     from bie_kernels import decode_keys
-except (ImportError, AttributeError):  # it asks more of Gluon
+except (ImportError, AttributeError):  # a Triton without Gluon, or with another one
     decode_keys = None  # type: ignore[assignment]
 
-Fast: TypeAlias = bool | Literal["keys"] | None
-"""Kernel of a launch: the best verified one (None), `decode_gluon` (True), the plain one (False), `decode_keys`."""
+Fast: TypeAlias = bool | None
+"""Kernel of a launch: the best one that serves it (None), `decode_keys` (True), the plain one (False)."""
 
 MAX_QUERY_TOKENS = 16
 """Query tokens per request of a decode or verify launch."""
@@ -175,7 +170,6 @@ def workspace_bytes(
     *,
     kv_heads: int,
     device: torch.device | str = "cuda",
-    fast: Fast = None,
 ) -> int:
     """Bytes of the workspace that serves every decode launch of up to `max_reqs` requests.
 
@@ -185,14 +179,13 @@ def workspace_bytes(
         head_size_v: channels of a value.
         max_q_len: largest query length, 1 plus the speculated tokens.
         device: whose number of multiprocessors counts.
-        fast: as in the launches.
     """
     device = torch.device(device)
     most = 0
     for q_len in range(1, max_q_len + 1):
         rows = q_heads // kv_heads * q_len
         for requests in {1, max_reqs}:
-            budget = _budget(requests, q_heads, kv_heads, q_len, device, fast)
+            budget = _budget(requests, q_heads, kv_heads, q_len, device)
             floats = plan_ints(requests, budget) + budget * kv_heads * rows * (head_size_v + 2)
             most = max(most, 4 * floats + 64)
     return most
@@ -207,31 +200,30 @@ def plan_for(
     q_len: int,
     sink_tokens: int,
     recent_tokens: int,
-    fast: Fast = None,
 ) -> torch.Tensor:
     """Plan a step's decode launches once, for all layers that share lengths and heads.
 
     Args:
         seq_lens: int32 [R]; workspace: any contiguous tensor with room for the plan,
-            which decode launches then must not use as theirs; fast: as in the launches.
+            which decode launches then must not use as theirs.
 
     Returns:
         int32 plan for `decode(plan=...)`.
     """
-    budget = _budget(seq_lens.shape[0], q_heads, kv_heads, q_len, seq_lens.device, fast)
+    budget = _budget(seq_lens.shape[0], q_heads, kv_heads, q_len, seq_lens.device)
     plan = _as_dtype(workspace, torch.int32)
     return make_plan(seq_lens, plan, q_len=q_len, budget=budget, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
 
 
 def _as_dtype(workspace: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    require(workspace.is_contiguous(), "the workspace must be contiguous")
+    if not workspace.is_contiguous():
+        raise ValueError("the workspace must be contiguous")
     return workspace.reshape(-1).view(dtype)
 
 
-def _budget(requests: int, q_heads: int, kv_heads: int, q_len: int, device: torch.device, fast: Fast) -> int:
+def _budget(requests: int, q_heads: int, kv_heads: int, q_len: int, device: torch.device) -> int:
     rows = q_heads // kv_heads * q_len
-    share = tuning.KEYS_ROWS_PER_PROGRAM if fast == "keys" else tuning.ROWS_PER_PROGRAM
-    return item_budget(requests, kv_heads, triton.cdiv(rows, share), device)
+    return item_budget(requests, kv_heads, triton.cdiv(rows, tuning.ROWS_PER_PROGRAM), device)
 
 
 def decode(
@@ -271,8 +263,7 @@ def decode(
         sink_tokens, recent_tokens: the window in 16 bits; retained: see design, R.
         soft_cap: logits become cap * tanh(logits / cap) when positive.
         plan: from `plan_for` with the same lengths; made here when None.
-        fast: force (True) or forbid (False) the Gluon kernel; chosen when None. "keys" forces
-            `decode_keys`; workspace and plan must then have been made for it.
+        fast: force (True) or forbid (False) the Gluon kernel; chosen when None.
 
     Raises:
         ValueError: a shape, stride, dtype or number that the kernels do not take.
@@ -284,11 +275,12 @@ def decode(
         return
     q_heads = q.shape[1]
     rows = q_heads // heads * q_len
-    budget = _budget(requests, q_heads, heads, q_len, q.device, fast)
+    budget = _budget(requests, q_heads, heads, q_len, q.device)
     start = (plan_ints(requests, budget) + 3) // 4 * 4
     need = start + budget * heads * rows * (layout.v_size + 2)
     floats = _as_dtype(workspace, torch.float32)
-    require(floats.shape[0] >= need, f"the workspace has {floats.shape[0] * 4} bytes, {need * 4} are needed")
+    if floats.shape[0] < need:
+        raise ValueError(f"the workspace has {floats.shape[0] * 4} bytes, {need * 4} are needed")
     if plan is None:
         plan = make_plan(
             seq_lens, floats.view(torch.int32)[:start], q_len=q_len, budget=budget,
@@ -299,10 +291,10 @@ def decode(
     size = budget * heads * rows
     acc = floats[start : start + size * layout.v_size].view(budget, heads, rows, layout.v_size)
     peak, total = floats[start + size * layout.v_size :][: 2 * size].view(2, budget, heads, rows)
-    kernel = decode_keys if fast == "keys" else decode_gluon
-    able = kernel is not None and kernel.available(layout, soft_cap, q.device)
-    require(able or not fast, "the Gluon kernel does not serve this layout, card or Triton")
-    launch = kernel.launch if fast or (fast is None and able) else _launch
+    able = decode_keys is not None and decode_keys.available(layout, soft_cap, q.device)
+    if fast and not able:
+        raise ValueError("the Gluon kernel does not serve this layout, card or Triton")
+    launch = decode_keys.launch if fast or (fast is None and able) else _launch
     launch(
         q, body, window, body_table, window_table, plan, acc, peak, total, layout, q_len=q_len,
         scale=scale, sink_tokens=sink_tokens, recent_tokens=recent_tokens, retained=retained, soft_cap=soft_cap,
@@ -315,11 +307,15 @@ def _check_decode(q, body, window, body_table, window_table, seq_lens, out, layo
     check_body(body, layout)
     check_rows("q", q, None, layout.head_size)
     check_window(window, layout, heads, q.dtype)
-    require(1 <= q_len <= MAX_QUERY_TOKENS, f"q_len={q_len}: decode takes 1 to {MAX_QUERY_TOKENS} query tokens")
-    require(q.shape[0] == requests * q_len, f"q has {q.shape[0]} tokens, {requests} requests of {q_len} were announced")
-    require(q.shape[1] % heads == 0, f"{q.shape[1]} query heads are no multiple of {heads} KV heads")
+    if not 1 <= q_len <= MAX_QUERY_TOKENS:
+        raise ValueError(f"q_len={q_len}: decode takes 1 to {MAX_QUERY_TOKENS} query tokens")
+    if q.shape[0] != requests * q_len:
+        raise ValueError(f"q has {q.shape[0]} tokens, {requests} requests of {q_len} were announced")
+    if q.shape[1] % heads != 0:
+        raise ValueError(f"{q.shape[1]} query heads are no multiple of {heads} KV heads")
     check_rows("out", out, q.shape[1], layout.v_size)
-    require(out.dtype == q.dtype and out.shape[0] == q.shape[0], "out must have q's tokens and dtype")
+    if out.dtype != q.dtype or out.shape[0] != q.shape[0]:
+        raise ValueError("out must have q's tokens and dtype")
     check_ints("body_table", body_table, torch.int32, requests, None)
     check_ints("window_table", window_table, torch.int32, requests, None)
     check_ints("seq_lens", seq_lens, torch.int32, requests)

@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The next fast path of decode, not yet run on a card: taken only on `fast="keys"`.
+"""The fast path of decode: the same pages, plan and partials as `decode`, explicit layouts.
 
-Compiled for every card and right against the oracle when its Python runs on torch tensors
-(tests/gluon_twin.py); its speed is predicted, not measured. Until it is, `decode_gluon` and
-the plain kernel are what users get. To be run first: see NOTES.md, version 8.
-
-The same pages, plan format and partials as `decode`, explicit layouts. One warp is one
-program and serves 8, 16 or 24 query rows. With mma.m16n8k16 (fragments hold rows g, g + 8
+One warp is one program and serves 8, 16 or 24 query rows. With mma.m16n8k16 (fragments hold rows g, g + 8
 of A and columns of B by lane; see `gluon_tiles`):
 
 * S^T = K q^T has the codes as A and 8 query rows a tile as B: no row is padding beyond a

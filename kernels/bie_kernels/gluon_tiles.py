@@ -8,6 +8,8 @@ layout conversion moves nothing between threads.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -25,17 +27,6 @@ OPERAND_A = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0]
 OPERAND_B = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
 CHUNKS = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))  # 16 bytes a thread
 TOKEN_META = gl.constexpr(gl.DistributedLinearLayout([[1], [2], [4], [8]], [[16], [32], [0], [0], [0]], [], [], [64]))
-LOW_TILE = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[1, 0, 0], [0, 0, 1], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
-        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [], [], [2, 8, 64],
-    )
-)  # fmt: skip
-V_TILE = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [8, 0], [0, 8], [16, 0], [32, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [64, 16]
-    )
-)
 
 
 @gluon.constexpr_function
@@ -49,29 +40,6 @@ def rows_layout(rows, columns):
     return gl.DistributedLinearLayout(registers, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [rows, columns])
 
 
-@gluon.constexpr_function
-def channel_meta(channels):
-    """[channels], natural order: thread t owns a quarter."""
-    registers = [[1 << i] for i in range((channels // 4).bit_length() - 1)]
-    lanes = [[channels // 4], [channels // 2], [0], [0], [0]]
-    return gl.DistributedLinearLayout(registers, lanes, [], [], [channels])
-
-
-@gluon.constexpr_function
-def key_rows(tokens, channels):
-    """16-bit rows [tokens, channels]: thread t owns a quarter of the channels of tokens g, g + 8, ..."""
-    registers = [[0, 1 << i] for i in range((channels // 4).bit_length() - 1)]
-    registers += [[8 << i, 0] for i in range((tokens // 8).bit_length() - 1)]
-    lanes = [[0, channels // 4], [0, channels // 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [], [], [tokens, channels])
-
-
-@gluon.constexpr_function
-def code_chunks(channels):
-    """Halfwords of a page's key codes: thread t owns a quarter of each token's."""
-    return gl.BlockedLayout([channels // 16], [32], [1], [0])
-
-
 # -- of the plain kernels, and of this Triton -----------------------------------
 page_ranges = gluon.jit(tiles.page_ranges.fn)
 window_range = gluon.jit(tiles.window_range.fn)
@@ -79,6 +47,7 @@ window_range = gluon.jit(tiles.window_range.fn)
 copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
+@lru_cache(maxsize=64)
 def serves(sizes: tuple[int, ...], layout: PageLayout, soft_cap: float, device: torch.device) -> bool:
     """Whether a Gluon kernel for these sizes serves a launch: a common shape, Ampere or later, a known Triton."""
     return (
@@ -114,50 +83,21 @@ def token_of_slot(i):
 
 
 # -- unpacking ----------------------------------------------------------------
-_CODES_WITH_BASE = gl.constexpr("""
-{
-.reg .b32 s;
-lop3.b32 $0, $4, 0x000F000F, 0x64006400, 0xEA;
-lop3.b32 $1, $4, 0x00F000F0, 0x54005400, 0xEA;
-shr.u32 s, $4, 8;
-lop3.b32 $2, s, 0x000F000F, 0x64006400, 0xEA;
-lop3.b32 $3, s, 0x00F000F0, 0x54005400, 0xEA;
-}
-""")
-"""1024 + code (nibbles 0 and 2), 64 + code (1 and 3): the caller takes the base off."""
-
 @gluon.jit
-def unpack(x, EXACT: gl.constexpr):
+def unpack(x):
     """int16 -> four fp16 codes; packed asm keeps pairs together."""
-    ASM: gl.constexpr = UNPACK if EXACT else _CODES_WITH_BASE
     return gl.inline_asm_elementwise(
-        ASM, "=r,=r,=r,=r,r", [x], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2
+        UNPACK, "=r,=r,=r,=r,r", [x], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2
     )
-
-
-@gluon.jit
-def key_tile(x, D: gl.constexpr, EXACT: gl.constexpr):
-    """Key codes of a page (int16 [16 D]) -> B operand [D, 64], channels in MMA order."""
-    a, b, c, d = unpack(gl.reshape(x, [PAGE, 4, D // 32, 2]), EXACT)  # token, t, al, e
-    y = gl.join(gl.join(a, c), gl.join(b, d))  # token, t, al, e, i1, i0
-    y = gl.reshape(gl.permute(y, [2, 4, 5, 1, 3, 0]), [D, PAGE])  # al, i1, i0, t, e; token
-    return gl.convert_layout(y, OPERAND_B, assert_trivial=True)
 
 
 @gluon.jit
 def value_tile(x, CHANNELS: gl.constexpr):
     """Value codes (int16 [16 CHANNELS]) -> A operand [CHANNELS, 64], everything in natural order."""
-    a, b, c, d = unpack(gl.reshape(x, [CHANNELS // 16, 8, 4, 4, 2]), True)  # j, g, t, x, e
+    a, b, c, d = unpack(gl.reshape(x, [CHANNELS // 16, 8, 4, 4, 2]))  # j, g, t, x, e
     y = gl.join(gl.join(a, c), gl.join(b, d))  # j, g, t, x, e, i1, i0
     y = gl.reshape(gl.permute(y, [0, 6, 1, 3, 5, 2, 4]), [CHANNELS, PAGE])  # j, i0, g; x, i1, t, e
     return gl.convert_layout(y, OPERAND_A, assert_trivial=True)
-
-
-@gluon.jit
-def channels_to_mma(x, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """[D] in natural order -> MMA order, no data moved."""
-    y = gl.reshape(gl.permute(gl.reshape(x, [4, D // 32, 4, 2]), [1, 2, 0, 3]), [D])
-    return gl.convert_layout(y, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -165,36 +105,3 @@ def slots_to_tokens(x, LAYOUT: gl.constexpr):
     """Per-token metadata [64] as stored -> token order."""
     y = gl.reshape(gl.permute(gl.reshape(x, [4, 4, 2, 2]), [1, 2, 0, 3]), [PAGE])
     return gl.convert_layout(y, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def low_tile(first, second):
-    """Value minima of two groups, as stored -> A operand [16, 64]: rows 0-7 the first, 8-15 the second."""
-    y = gl.reshape(gl.permute(gl.reshape(gl.join(first, second), [4, 4, 2, 2, 2]), [4, 1, 2, 0, 3]), [2, PAGE])
-    y = gl.convert_layout(y, gl.SliceLayout(1, LOW_TILE), assert_trivial=True)
-    y = gl.reshape(gl.expand_dims(y, 1).broadcast_to([2, 8, PAGE]), [16, PAGE])
-    return gl.convert_layout(y, OPERAND_A, assert_trivial=True)
-
-
-@gluon.jit
-def repeat8(x):
-    x = gl.join(x, x)
-    x = gl.join(x, x)
-    return gl.join(x, x)
-
-
-@gluon.jit
-def pad_rows(q, D: gl.constexpr, R: gl.constexpr):
-    """Query rows [R, D] -> A operand [16, D], padded with zeros in registers."""
-    if R == 8:
-        q = gl.join(q, gl.full([8, D], 0.0, q.dtype, rows_layout(8, D)))
-        q = gl.reshape(gl.permute(q, [2, 0, 1]), [16, D])
-    return gl.convert_layout(q, OPERAND_A, assert_trivial=True)
-
-
-@gluon.jit
-def drop_rows(s, R: gl.constexpr, N: gl.constexpr):
-    """Accumulator [16, N] -> its first R rows."""
-    if R == 8:
-        s, _ = gl.split(gl.permute(gl.reshape(s, [2, 8, N]), [1, 2, 0]))
-    return gl.convert_layout(s, rows_layout(R, N), assert_trivial=True)

@@ -73,7 +73,7 @@ def split_words(x, WORDS: gl.constexpr):
 @gluon.jit
 def key_operand(x):
     """One word a token and thread (int16 [tokens, t, e]) -> A operand [64 tokens, 32 channels], MMA order."""
-    a, b, c, d = unpack(x, True)
+    a, b, c, d = unpack(x)
     y = gl.join(gl.join(a, c), gl.join(b, d))  # token, t, e, i1, i0
     y = gl.reshape(gl.permute(y, [0, 3, 4, 1, 2]), [PAGE, 32])
     return gl.convert_layout(y, OPERAND_A, assert_trivial=True)

@@ -32,6 +32,7 @@ the reference and the tests all ask it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 PAGE_TOKENS = 64
@@ -117,78 +118,78 @@ class PageLayout:
         if self.key_axis not in ("channel", "head_dim"):
             raise ValueError(f"key_axis={self.key_axis!r}: int4_asym offers 'channel' and 'head_dim'")
 
-    @property
+    @cached_property
     def v_size(self) -> int:
         """Channels of a value, never None."""
         assert self.head_size_v is not None
         return self.head_size_v
 
     # -- groups ---------------------------------------------------------------
-    @property
+    @cached_property
     def k_groups(self) -> int:
         """Key groups: along the page's tokens (channel) or the head (head_dim)."""
         if self.key_axis == "channel":
             return PAGE_TOKENS // self.group_size
         return -(-self.head_size // self.group_size)
 
-    @property
+    @cached_property
     def v_groups(self) -> int:
         """Value groups of one token."""
         return -(-self.v_size // self.group_size)
 
-    @property
+    @cached_property
     def k_meta_cols(self) -> int:
         """Entries of one row of key metadata: channels or token slots."""
         return self.head_size if self.key_axis == "channel" else PAGE_TOKENS
 
     # -- offsets --------------------------------------------------------------
-    @property
+    @cached_property
     def k_row_bytes(self) -> int:
         """Bytes of one token's key codes."""
         return self.head_size // 2
 
-    @property
+    @cached_property
     def k_codes(self) -> int:
         """Offset of the key codes."""
         return 0
 
-    @property
+    @cached_property
     def v_codes(self) -> int:
         """Offset of the value codes."""
         return PAGE_TOKENS * self.head_size // 2
 
-    @property
+    @cached_property
     def k_scale(self) -> int:
         """Offset of the key scales."""
         return self.v_codes + PAGE_TOKENS * self.v_size // 2
 
-    @property
+    @cached_property
     def k_origin(self) -> int:
         """Offset of the key minima (channel) or zero-points (head_dim)."""
         return self.k_scale + self.k_groups * self.k_meta_cols * META_BYTES
 
-    @property
+    @cached_property
     def v_scale(self) -> int:
         """Offset of the value scales."""
         return self.k_origin + self.k_groups * self.k_meta_cols * META_BYTES
 
-    @property
+    @cached_property
     def v_min(self) -> int:
         """Offset of the value minima."""
         return self.v_scale + self.v_groups * PAGE_TOKENS * META_BYTES
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Bytes of the body page of one KV head."""
         return self.v_min + self.v_groups * PAGE_TOKENS * META_BYTES
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes per token and KV head, K and V together (144 at D = 128)."""
         assert self.page_bytes % PAGE_TOKENS == 0
         return self.page_bytes // PAGE_TOKENS
 
-    @property
+    @cached_property
     def bits_per_element(self) -> float:
         """Allocated bits per cached element, metadata included."""
         return 8 * self.page_bytes / (PAGE_TOKENS * (self.head_size + self.v_size))

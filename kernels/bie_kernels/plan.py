@@ -14,13 +14,10 @@ import triton
 import triton.language as tl
 
 from bie_kernels import tuning
-from bie_kernels.checks import check_ints, require
+from bie_kernels.checks import check_ints
 from bie_kernels.layout import WINDOW_PAGE_TOKENS
 from bie_kernels.tiles import WINDOW_WEIGHT, page_ranges
 from bie_kernels.tuning import multiprocessors
-
-MIN_UNITS = 2
-"""Pages below which a split costs more in the merge than it saves."""
 
 _SEARCH_STEPS = tl.constexpr(22)
 """Halvings that find any item size below 4 million units."""
@@ -106,11 +103,13 @@ def make_plan(
     size = plan_ints(requests, budget)
     check_ints("seq_lens", seq_lens, torch.int32, requests)
     check_ints("plan", plan, torch.int32, None)
-    require(plan.shape[0] >= size, f"plan has {plan.shape[0]} numbers, {size} are needed")
-    require(budget >= requests, f"budget={budget} is below the {requests} requests")
+    if plan.shape[0] < size:
+        raise ValueError(f"plan has {plan.shape[0]} numbers, {size} are needed")
+    if budget < requests:
+        raise ValueError(f"budget={budget} is below the {requests} requests")
     block = max(128, triton.next_power_of_2(requests))  # few sizes: each is a compilation
     plan_kernel[(1,)](
-        seq_lens, plan, requests, budget, q_len, sink_tokens, recent_tokens, MIN_UNITS,
+        seq_lens, plan, requests, budget, q_len, sink_tokens, recent_tokens, tuning.MIN_UNITS,
         BR=block, BB=max(256, triton.next_power_of_2(budget)), WINDOW_PAGE=WINDOW_PAGE_TOKENS,
         num_warps=1 if block <= 128 else 4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bie_kernels.checks import check_prefill, require
+from bie_kernels.checks import check_prefill
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.merge import merge
 from bie_kernels.tiles import (
@@ -211,7 +211,8 @@ def prefill(
     )  # fmt: skip
     group = q.shape[1] // heads
     tile = prefill_tile(layout, q.device)
-    require(group <= tile.rows, f"{group} query heads per KV head: prefill takes at most {tile.rows}")
+    if group > tile.rows:
+        raise ValueError(f"{group} query heads per KV head: prefill takes at most {tile.rows}")
     if requests == 0 or q.shape[0] == 0:
         return
     channel = layout.key_axis == "channel"

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bie_kernels.checks import check_prefill, require
+from bie_kernels.checks import check_prefill
 from bie_kernels.flash_plan import Call, FlashPlan, Gather, workspace_bytes
 from bie_kernels.layout import FP16_MAX, PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.store import token_slot
@@ -213,7 +213,8 @@ def prefill(
     Raises:
         ValueError: a shape, stride, dtype or number that is not taken.
     """
-    require(layout.head_size == layout.v_size, "flash attention needs keys and values of one head size")
+    if layout.head_size != layout.v_size:
+        raise ValueError("flash attention needs keys and values of one head size")
     heads, _ = check_prefill(
         q, k, v, body, window, body_table, window_table, query_start_loc, seq_lens, out, layout, sink_tokens,
         recent_tokens, retained,
@@ -223,8 +224,8 @@ def prefill(
         raise ValueError("plan: its numbers are not on the device; call plan.to(device)")
     keys, rows = plan.sizes
     need = workspace_bytes(keys, rows, q.shape[1], heads, layout, q.element_size())
-    require(workspace.dtype == torch.uint8 and workspace.numel() >= need,
-            f"workspace has {workspace.numel()} bytes, {need} are needed")  # fmt: skip
+    if workspace.dtype != torch.uint8 or workspace.numel() < need:
+        raise ValueError(f"workspace has {workspace.numel()} bytes, {need} are needed")  # fmt: skip
     room = workspace[: need // q.element_size() * q.element_size()].view(q.dtype)
     size = keys * heads * layout.head_size
     flat_k, flat_v, partial = room[:size], room[size : 2 * size], room[2 * size :]

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from bie_kernels import layout as layout_module
-from bie_kernels.checks import check_body, check_ints, check_rows, check_window, require
+from bie_kernels.checks import check_body, check_ints, check_rows, check_window
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.tuning import multiprocessors
 
@@ -331,7 +331,8 @@ def _check_store(k, v, body, window, body_slots, window_slots, layout) -> None:
     heads, tokens = body.shape[1], k.shape[0]
     check_rows("k", k, heads, layout.head_size)
     check_rows("v", v, heads, layout.v_size)
-    require(v.shape[0] == tokens and v.dtype == k.dtype, "k and v differ in tokens or dtype")
+    if v.shape[0] != tokens or v.dtype != k.dtype:
+        raise ValueError("k and v differ in tokens or dtype")
     check_body(body, layout)
     check_window(window, layout, heads, k.dtype)
     check_ints("body_slots", body_slots, torch.int64, tokens)
@@ -395,8 +396,10 @@ def _check_seal(
     check_ints("window_table", window_table, torch.int32, requests, None)
     check_ints("query_start_loc", query_start_loc, torch.int32, requests + 1)
     check_ints("seq_lens", seq_lens, torch.int32, requests)
-    require(retained >= PAGE_TOKENS - 1, f"retained={retained}: sealing needs the last 63 keys in 16 bits")
-    require(sink_tokens >= 0 and max_query_len >= 0, "sink_tokens and max_query_len must not be negative")
+    if retained < PAGE_TOKENS - 1:
+        raise ValueError(f"retained={retained}: sealing needs the last 63 keys in 16 bits")
+    if sink_tokens < 0 or max_query_len < 0:
+        raise ValueError("sink_tokens and max_query_len must not be negative")
 
 
 def store_and_seal(

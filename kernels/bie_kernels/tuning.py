@@ -18,17 +18,17 @@ from bie_kernels.layout import PageLayout
 PROGRAMS_PER_SM = 8
 """Decode programs per multiprocessor, one wave: more splits cost more than they balance."""
 
-ROWS_PER_PROGRAM = 16
-"""Rows of the MMA tiles that the programs of one KV head share a wave by."""
+MIN_UNITS = 2
+"""Pages below which a split costs more in the merge than it saves."""
 
-KEYS_ROWS_PER_PROGRAM = 24
-"""The same for `decode_keys`, whose programs serve up to so many rows."""
+ROWS_PER_PROGRAM = 24
+"""Query rows that one decode program serves at most; programs of one KV head share a wave."""
 
 KEYS_TILES, KEYS_WIDE_TILES = 3, 2
 """Tiles of 8 rows of a `decode_keys` program: what the registers hold, up to 128 channels and beyond."""
 
-KEYS_STAGES, KEYS_WIDE_STAGES = 2, 1
-"""Pages in its ring, likewise: about 19 KiB."""
+KEYS_STAGES = 1
+"""Pages in its ring: eight warps a multiprocessor hide the latency of one better than of two."""
 
 SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 """KiB that one program may use, by compute capability."""
@@ -94,11 +94,11 @@ class KeysTile:
 
 def keys_tile(rows: int, head_size: int) -> KeysTile:
     """Tile of `decode_keys`, rows spread evenly over the fewest programs."""
-    most, stages = (KEYS_TILES, KEYS_STAGES) if head_size <= 128 else (KEYS_WIDE_TILES, KEYS_WIDE_STAGES)
+    most = KEYS_TILES if head_size <= 128 else KEYS_WIDE_TILES
     total = -(-rows // 8)
     programs = -(-total // most)
     tiles = -(-total // programs)
-    return KeysTile(programs, tiles, total - tiles * (programs - 1), stages)
+    return KeysTile(programs, tiles, total - tiles * (programs - 1), KEYS_STAGES)
 
 
 @dataclass(frozen=True)
