@@ -80,6 +80,59 @@ class Split:
         return self.decodes * self.q_len
 
 
+@dataclass(frozen=True)
+class Part:
+    """One kernel's requests: their rows and what it reads of them."""
+
+    rows: slice | None  # None: all of the step's
+    body_table: torch.Tensor
+    window_table: torch.Tensor
+    seq_lens: torch.Tensor
+    starts: torch.Tensor
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """The part's rows of a step's tensor."""
+        return x if self.rows is None else x[self.rows]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step cut into parts, once for all layers: the host has little time between two of them."""
+
+    slots: torch.Tensor
+    window_slots: torch.Tensor
+    q_len: int
+    decode: Part | None
+    fused: Part | None
+    flash: Part | None
+    plan: FlashPlan | None
+
+
+def cut_step(meta: Int4AsymMetadata, window_meta: Int4AsymMetadata) -> Step:
+    """The parts of a step, from its split and both groups' tables."""
+    split, n = meta.split, meta.num_tokens
+    assert split is not None, "metadata was built for another device"
+
+    def part(requests: slice, rows: slice, starts: torch.Tensor | None) -> Part | None:
+        if starts is None:
+            return None
+        return Part(
+            None if rows == slice(0, n) else rows, meta.block_table[requests], window_meta.block_table[requests],
+            meta.seq_lens[requests], starts,
+        )  # fmt: skip
+
+    decodes, first = split.decodes, split.decode_rows
+    fused_end = split.flash_row if split.plan is not None else n
+    last = decodes if split.starts is None else decodes + split.starts.shape[0] - 1
+    flash = split.flash_first, 0 if split.flash_starts is None else split.flash_starts.shape[0] - 1
+    return Step(
+        meta.slot_mapping[:n], window_meta.slot_mapping[:n], split.q_len,
+        part(slice(0, decodes), slice(0, first), meta.query_start_loc if decodes else None),
+        part(slice(decodes, last), slice(first, fused_end), split.starts),
+        part(slice(flash[0], sum(flash)), slice(split.flash_row, n), split.flash_starts), split.plan,
+    )  # fmt: skip
+
+
 def _flash_part(common: Any, decodes: int, limits: FlashLimits) -> tuple[int, list[int], list[int]] | None:
     """(first request, row offsets, lengths) of the trailing requests that flash attention takes.
 
@@ -228,11 +281,12 @@ def forward(
     soft_cap: float,
 ) -> None:
     """Store and seal the step's rows, then attend; shapes as in `backend.Int4AsymImpl.forward`."""
-    n = meta.num_tokens
-    query, key, value, output = query[:n], key[:n], value[:n], output[:n]
-    body_table, window_table = meta.block_table, window_meta.block_table
+    step = meta.gpu_step(window_meta)
+    if query.shape[0] != meta.num_tokens:  # padding of a captured batch
+        n = meta.num_tokens
+        query, key, value, output = query[:n], key[:n], value[:n], output[:n]
     store.store_and_seal(
-        key, value, body, window, meta.slot_mapping[:n], window_meta.slot_mapping[:n], body_table, window_table,
+        key, value, body, window, step.slots, step.window_slots, meta.block_table, window_meta.block_table,
         meta.query_start_loc, meta.seq_lens, layout, sink_tokens=rule.sink_tokens, retained=rule.retained_tokens,
         max_query_len=meta.max_query_len,
     )  # fmt: skip
@@ -240,29 +294,21 @@ def forward(
         "scale": scale, "sink_tokens": rule.sink_tokens, "recent_tokens": rule.recent_tokens,
         "retained": rule.retained_tokens, "soft_cap": soft_cap,
     }  # fmt: skip
-    split = meta.split
-    assert split is not None, "metadata was built for another device"
-    requests, rows = split.decodes, split.decode_rows
-    if requests:
+    if (part := step.decode) is not None:
         decode.decode(
-            query[:rows], body, window, body_table[:requests], window_table[:requests], meta.seq_lens[:requests],
-            output[:rows], workspace, layout, q_len=split.q_len, plan=meta.plan, **numbers,
+            part.of(query), body, window, part.body_table, part.window_table, part.seq_lens, part.of(output), workspace,
+            layout, q_len=step.q_len, plan=meta.plan, **numbers,
         )  # fmt: skip
-    if split.starts is not None:
-        last = requests + split.starts.shape[0] - 1
-        part = slice(rows, split.flash_row if split.plan is not None else n)
+    if (part := step.fused) is not None:
         prefill.prefill(
-            query[part], key[part], value[part], body, window, body_table[requests:last], window_table[requests:last],
-            split.starts, meta.seq_lens[requests:last], output[part], layout, **numbers,
+            part.of(query), part.of(key), part.of(value), body, window, part.body_table, part.window_table,
+            part.starts, part.seq_lens, part.of(output), layout, **numbers,
         )  # fmt: skip
-    if split.plan is not None:
-        assert limits is not None and split.flash_starts is not None
-        first, part = split.flash_first, slice(split.flash_row, n)
-        last = first + split.flash_starts.shape[0] - 1
+    if (part := step.flash) is not None:
+        assert limits is not None and step.plan is not None
         prefill_flash.prefill(
-            query[part], key[part], value[part], body, window, body_table[first:last], window_table[first:last],
-            split.flash_starts, meta.seq_lens[first:last], output[part], workspace, layout, split.plan, limits.flash,
-            **numbers,
+            part.of(query), part.of(key), part.of(value), body, window, part.body_table, part.window_table,
+            part.starts, part.seq_lens, part.of(output), workspace, layout, step.plan, limits.flash, **numbers,
         )  # fmt: skip
 
 
@@ -300,7 +346,7 @@ def warm_up(
                 rows(n * q_len, layer.num_heads, layout.head_size), body, window, ints(n, 16), ints(n, 64), ints(n),
                 out, workspace, layout, q_len=q_len, **numbers,
             )  # fmt: skip
-    for n in sorted({1, PAGE_TOKENS, min(tokens, 2048)}):
+    for n in sorted({1, PAGE_TOKENS, min(tokens, store.HOST_BOUND_TOKENS), min(tokens, 2048)}):
         k, v = rows(n, layer.num_kv_heads, layout.head_size), rows(n, layer.num_kv_heads, layout.v_size)
         nowhere = ints(n, dtype=torch.int64, fill=-1)
         store.store_and_seal(

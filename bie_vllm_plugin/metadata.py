@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec
 
-    from bie_vllm_plugin.cuda_path import FlashLimits, Split
+    from bie_vllm_plugin.cuda_path import FlashLimits, Split, Step
 
 
 @dataclass
@@ -44,6 +44,16 @@ class Int4AsymMetadata(AttentionMetadata):
     split: Split | None = None  # GPUs: which rows are decode rows
     plan: torch.Tensor | None = None  # GPUs: the decode plan of the step
     _steps: dict[int, list[RequestStep]] = field(default_factory=dict, repr=False)
+    _gpu_steps: dict[int, Step] = field(default_factory=dict, repr=False)
+
+    def gpu_step(self, window: Int4AsymMetadata) -> Step:
+        """The batch cut for the GPU's kernels, once a step and group pair."""
+        key = id(window)
+        if key not in self._gpu_steps:
+            from bie_vllm_plugin import cuda_path
+
+            self._gpu_steps[key] = cuda_path.cut_step(self, window)
+        return self._gpu_steps[key]
 
     def request_steps(self, window: Int4AsymMetadata, rule: Rule, page_tokens: int) -> list[RequestStep]:
         """The batch as host objects for the torch path, built once a step and group pair."""
@@ -72,9 +82,10 @@ class Int4AsymMetadataBuilder(AttentionMetadataBuilder[Int4AsymMetadata]):
         # Decode and verify rows first, so that a mixed batch splits into two kernel calls.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._on_gpu = device.type == "cuda"
+        self._window = isinstance(kv_cache_spec, WindowSpec)
         self._plan_buffer: torch.Tensor | None = None
         self._flash_limits: FlashLimits | None = None
-        if self._on_gpu and not isinstance(kv_cache_spec, WindowSpec):
+        if self._on_gpu and not self._window:
             layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
             # One group may hold skipped layers, too: those bring a builder of their own.
             self._flash_limits = layers[layer_names[0]].impl.flash_limits
@@ -100,7 +111,7 @@ class Int4AsymMetadataBuilder(AttentionMetadataBuilder[Int4AsymMetadata]):
         del common_prefix_len, fast_build
         common: Any = common_attn_metadata
         split = plan = None
-        if self._on_gpu:
+        if self._on_gpu and not self._window:
             from bie_vllm_plugin import cuda_path
 
             split = cuda_path.split_batch(common, self.reorder_batch_threshold or 1, self._flash_limits)
