@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The equality list on a card, through real vLLM engines; prints one line per check and exits non-zero on failure.
 
-    python tests/gpu_engine.py [check ...]      # e.g. "async" or "draft": checks with the word in their name
+    python tests/gpu_engine.py [check ...]      # e.g. "async, " or "draft": checks with the word in their name;
+                                                # "plain": those without slices, async scheduling or a drafter
 
 Needs an NVIDIA GPU and vLLM; models are random and made on the spot (bf16, D = 64 and 128).
 Each check starts engines in processes of their own, several checks side by side.
@@ -180,7 +181,8 @@ def checks() -> dict:
 
 def main(wanted: list[str]) -> int:
     everything = checks()
-    names = [n for n in everything if not wanted or any(w in n for w in wanted)]
+    plain = equalities({}, {}) if "plain" in wanted else {}
+    names = [n for n in everything if not wanted or n in plain or any(w in n for w in wanted)]
     start = time.time()
     results = []
     with concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
