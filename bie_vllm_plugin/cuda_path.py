@@ -7,6 +7,7 @@ everything else from device tensors, so that FULL CUDA graphs hold.
 """
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +26,15 @@ MAX_VERIFY_TOKENS = 16
 """Query tokens per request that the decode kernel takes; longer drafts are prefilled."""
 
 
-FLASH_WORK = 1.1e9
-"""Floating-point operations of a layer's attention, per multiprocessor, from which slices pay.
+LAUNCH_WORK = 4e7
+"""Floating-point operations, per multiprocessor, that the fused kernel does while the host launches one kernel.
 
-The fused kernel needs about 0.8 ms for that many (186 TFLOP/s on an H200). Slices need a third of it on the
-device, but 5 to 14 launches a layer instead of one, which take the host about as long: with less work a step waits
-for its launches (H200: first token of a 1k prompt after 68 ms with slices, of `auto` after 30).
+On an H200 186 TFLOP/s and about 30 us. Slices do a layer's attention in a third of the fused kernel's time, but
+in 4 to 20 launches instead of one: with less work than that a step waits for its launches.
 """
+
+LEAST_LAUNCHES = 4
+"""Of one short prompt: the band, a slice's gather, its attention, the merge."""
 
 FLASH_TOKENS = 4096
 """From so many tokens on the rest of the model keeps the device busy while the host launches."""
@@ -42,7 +45,7 @@ class FlashLimits:
     """How flash attention's calls are cut (see `flash_plan`), and when it is used.
 
     Attributes:
-        pair_work: operations of one query token and one key, all heads; least_work: of a step, to be worth it.
+        pair_work: operations of one query token and one key, all heads; launch_work: see LAUNCH_WORK, whole device.
         drafts: tokens that a step may have to take back.
     """
 
@@ -52,7 +55,7 @@ class FlashLimits:
     recent_tokens: int
     drafts: int
     pair_work: int
-    least_work: float
+    launch_work: float
 
 
 @dataclass(frozen=True)
@@ -133,8 +136,8 @@ def cut_step(meta: Int4AsymMetadata, window_meta: Int4AsymMetadata) -> Step:
     )  # fmt: skip
 
 
-def _flash_part(common: Any, decodes: int, limits: FlashLimits) -> tuple[int, list[int], list[int]] | None:
-    """(first request, row offsets, lengths) of the trailing requests that flash attention takes.
+def _flash_part(common: Any, decodes: int, limits: FlashLimits) -> tuple[int, FlashPlan] | None:
+    """The first of the trailing requests that flash attention takes, and its plan; None where it does not pay.
 
     Their lengths on the host must be exact. They are for prefill rows; rows with drafts of a
     step still in flight are upper bounds, and those have at most 1 + drafts tokens.
@@ -161,9 +164,14 @@ def _flash_part(common: Any, decodes: int, limits: FlashLimits) -> tuple[int, li
     for i in range(first, requests):
         rows = starts[i + 1] - starts[i]
         pairs += rows * (seq_lens[i] - rows / 2)
-    if pairs * limits.pair_work < limits.least_work and starts[requests] - starts[first] < FLASH_TOKENS:
+    offsets, lengths = [s - starts[first] for s in starts[first : requests + 1]], seq_lens[first:requests]
+    work = math.inf if offsets[-1] >= FLASH_TOKENS else pairs * limits.pair_work
+    if work < LEAST_LAUNCHES * limits.launch_work:
         return None
-    return first, [s - starts[first] for s in starts[first : requests + 1]], seq_lens[first:requests]
+    plan = flash_plan.plan_flash(
+        offsets, lengths, recent_tokens=limits.recent_tokens, slice_tokens=limits.slice_tokens, max_rows=limits.rows
+    )
+    return (first, plan) if plan.launches * limits.launch_work <= work else None
 
 
 def split_batch(common: Any, threshold: int, limits: FlashLimits | None) -> Split:
@@ -183,13 +191,11 @@ def split_batch(common: Any, threshold: int, limits: FlashLimits | None) -> Spli
     if decodes and not 1 <= q_len <= threshold:
         decodes, prefills, q_len = 0, common.num_reqs, 0
     if prefills and limits is not None and (part := _flash_part(common, decodes, limits)) is not None:
-        first, rows, lens = part
-        plan = flash_plan.plan_flash(
-            rows, lens, recent_tokens=limits.recent_tokens, slice_tokens=limits.slice_tokens, max_rows=limits.rows
-        ).to(common.seq_lens.device)
+        first, plan = part
         row, loc = int(starts_cpu[first]), common.query_start_loc
+        end = first + plan.requests
         starts = loc[decodes : first + 1] - decodes * q_len if first > decodes else None
-        return Split(decodes, q_len, starts, first, row, loc[first : first + len(lens) + 1] - row, plan)
+        return Split(decodes, q_len, starts, first, row, loc[first : end + 1] - row, plan.to(common.seq_lens.device))
     starts = None
     if prefills:
         # Without decode rows the offsets are vLLM's own persistent buffer: a graph captured for
@@ -214,7 +220,7 @@ def flash_limits(
     return FlashLimits(
         flash, flash_plan.slice_tokens_of(row_bytes, limit, rule.recent_tokens), min(SLICE_ROWS, tokens),
         rule.recent_tokens, drafts, 4 * max(layer.num_heads * layer.head_size for layer in layers),
-        FLASH_WORK * multiprocessors(torch.device("cuda", torch.cuda.current_device())),
+        LAUNCH_WORK * multiprocessors(torch.device("cuda", torch.cuda.current_device())),
     )  # fmt: skip
 
 

@@ -160,7 +160,7 @@ def main(job_path: str, result_path: str) -> None:
     if os.environ.get("BIE_TEST_SLICES") == "1":  # on a card: all prefill through slices, however small the step
         from bie_vllm_plugin import cuda_path
 
-        cuda_path.FLASH_WORK = cuda_path.FLASH_TOKENS = 0
+        cuda_path.LAUNCH_WORK = cuda_path.FLASH_TOKENS = 0
 
     with open(job_path) as file:
         job = json.load(file)

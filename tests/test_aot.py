@@ -35,7 +35,7 @@ MATRIX = [
         *((("decode", "-keys"), ("decode", "-gqa16-keys"), ("decode", "-q6-keys")) if size not in (80, 112) else ()),
     )
 ]  # fmt: skip
-SPILLS = {"decode-sm_90-d128-bf16-q6-keys": 64}
+SPILLS = {"decode-sm_90-d128-bf16-q6-keys": 64, "decode-sm_89-d128-bf16-q6-keys": 64}
 """Bytes of stack that a named build may take: 24 rows need every register, the rest goes around the loops."""
 
 SMALL_SHARED_MEMORY = (86, 89, 120)

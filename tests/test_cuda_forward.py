@@ -39,7 +39,7 @@ def test_every_part_of_a_step(lengths: list[tuple[int, int]], parts: tuple[str, 
     rule = Rule(b.sink_tokens, b.recent_tokens, b.retained)
     dtype, tokens, heads = b.window.dtype, b.k.shape[0], b.body.shape[1]
     q = torch.randn(tokens, heads * group, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    limits = cuda_path.FlashLimits(flash, 1024, 4096, b.recent_tokens, 0, 4 * heads * group * 64, 1e7)
+    limits = cuda_path.FlashLimits(flash, 1024, 4096, b.recent_tokens, 0, 4 * heads * group * 64, 2e6)
     starts, lens = b.query_start_loc.cpu(), b.seq_lens.cpu()
     common = SimpleNamespace(
         query_start_loc=b.query_start_loc, query_start_loc_cpu=starts, seq_lens=b.seq_lens,

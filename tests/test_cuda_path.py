@@ -16,7 +16,7 @@ from bie_vllm_plugin import cuda_path  # noqa: E402
 
 LIMITS = cuda_path.FlashLimits(
     flash=lambda *args, **kwargs: None, slice_tokens=16384, rows=4096, recent_tokens=128, drafts=3,
-    pair_work=4 * 32 * 128, least_work=1.5e11,
+    pair_work=4 * 32 * 128, launch_work=5.3e9,
 )  # fmt: skip
 
 
@@ -50,7 +50,9 @@ def test_a_long_chunk_goes_to_flash_attention_and_the_decodes_do_not() -> None:
 def test_little_work_stays_in_one_launch() -> None:
     s = split([(0, 1024)])
     assert s.plan is None and s.starts.tolist() == [0, 1024]
-    assert split([(65536, 100)]).plan is None
+    assert split([(65536, 32)]).plan is None
+    assert split([(65536, 100)]).plan.launches == 14  # 0.8 ms of the fused kernel, about 0.5 of launches
+    assert split([(4096, 20)] * 8).plan is None
     assert split([(0, 2048)] * 4).plan is not None  # no more work, but the device has enough else to do
 
 
@@ -84,7 +86,7 @@ def test_verify_rows_alone_keep_vllms_offsets(monkeypatch: pytest.MonkeyPatch) -
     """Even where every prefill goes through slices: a graph reads the persistent buffer at replay."""
     monkeypatch.setattr(cuda_path, "FLASH_TOKENS", 0)
     common = batch([(500, 17), (500, 17)])
-    s = cuda_path.split_batch(common, 16, replace(LIMITS, drafts=16, least_work=0))
+    s = cuda_path.split_batch(common, 16, replace(LIMITS, drafts=16, launch_work=0))
     assert s.plan is None and s.starts is common.query_start_loc
 
 

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from bie_kernels import tuning
 from bie_kernels.checks import check_body, check_ints, check_numbers, check_rows, check_window
+from bie_kernels.launches import Launches
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.merge import merge
 from bie_kernels.plan import item_budget, make_plan, plan_ints
@@ -39,7 +40,7 @@ from bie_kernels.tiles import (
     window_mask,
     window_range,
 )
-from bie_kernels.tuning import decode_tile, interpreted, overlaps
+from bie_kernels.tuning import cdiv, decode_tile, interpreted, overlaps, power_of_2
 
 try:
     from bie_kernels import decode_keys
@@ -161,6 +162,9 @@ def decode_kernel(
         tl.store(p_part, acc[g] + low[g][None, :], mask=(i_e < E)[:, None] & m_out[None, :])
 
 
+launch_decode = Launches(decode_kernel)
+
+
 # -- launcher -----------------------------------------------------------------
 def workspace_bytes(
     max_reqs: int,
@@ -223,7 +227,7 @@ def _as_dtype(workspace: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _budget(requests: int, q_heads: int, kv_heads: int, q_len: int, device: torch.device) -> int:
     rows = q_heads // kv_heads * q_len
-    return item_budget(requests, kv_heads, triton.cdiv(rows, tuning.ROWS_PER_PROGRAM), device)
+    return item_budget(requests, kv_heads, cdiv(rows, tuning.ROWS_PER_PROGRAM), device)
 
 
 def decode(
@@ -329,13 +333,13 @@ def _launch(
     budget, heads, rows, _ = acc.shape
     tile = decode_tile(rows)
     channel = layout.key_axis == "channel"
-    decode_kernel[(budget, heads, triton.cdiv(rows, tile.rows))](
+    launch_decode[(budget, heads, cdiv(rows, tile.rows))](
         q, body, window, body_table, window_table, plan, acc, peak, total,
         q.stride(0), q.stride(1), body.stride(0), body.stride(1),
         window.stride(0), window.stride(1), window.stride(2), body_table.stride(0), window_table.stride(0),
         plan.shape[0] - 4 * budget, scale, sink_tokens, recent_tokens, retained,
         q_len=q_len, H=heads, G=rows // q_len, D=layout.head_size,
-        BD=max(32, triton.next_power_of_2(layout.head_size)), E=layout.v_size, NQ=tile.rows,
+        BD=max(32, power_of_2(layout.head_size)), E=layout.v_size, NQ=tile.rows,
         BN=layout.group_size if channel else PAGE_TOKENS, GROUP=layout.group_size, HEAD_DIM=not channel,
         SOFT_CAP=soft_cap, O_V_CODES=layout.v_codes, O_K_SCALE=layout.k_scale, O_K_ORIGIN=layout.k_origin,
         O_V_SCALE=layout.v_scale, O_V_MIN=layout.v_min, WINDOW_PAGE=window_page_tokens(q.element_size()),

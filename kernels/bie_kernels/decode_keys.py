@@ -38,6 +38,7 @@ from bie_kernels.keys_pages import add_page_values, issue_keys, issue_values, pa
 from bie_kernels.keys_queries import query_tile, store_queries
 from bie_kernels.keys_tiles import MINIMA, STATS, one_row, scaled_columns, small_mma
 from bie_kernels.keys_window import add_window_values, window_keys, window_values
+from bie_kernels.launches import Launches
 from bie_kernels.layout import PageLayout, window_page_tokens
 from bie_kernels.tiles import LOG2E, NEGATIVE, NEVER
 from bie_kernels.tuning import keys_tile, overlaps
@@ -279,6 +280,9 @@ def decode_keys_kernel(
         )  # fmt: skip
 
 
+launch_decode_keys = Launches(decode_keys_kernel)
+
+
 # -- launcher -----------------------------------------------------------------
 def available(layout: PageLayout, soft_cap: float, device: torch.device) -> bool:
     """Whether this kernel serves a launch."""
@@ -293,7 +297,7 @@ def launch(
     del soft_cap
     budget, heads, rows, _ = acc.shape
     tile = keys_tile(rows, layout.head_size)
-    decode_keys_kernel[(budget, heads, tile.programs)](
+    launch_decode_keys[(budget, heads, tile.programs)](
         q, body.view(torch.int16), window, body_table, window_table, plan, acc, peak, total,
         q.stride(0), q.stride(1), body.stride(0) // 2, body.stride(1) // 2,
         window.stride(0), window.stride(1), window.stride(2), body_table.stride(0), window_table.stride(0),

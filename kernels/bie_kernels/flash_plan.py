@@ -52,11 +52,13 @@ class FlashPlan:
     """What is gathered and called for the prefill rows of a step.
 
     Attributes:
+        requests: how many it serves.
         numbers: int32, on the device: cumulative lengths and the gathers' items.
         bands: (gather or None where this step's own rows are all the band needs, call).
         slices: (gather, calls that read it).
     """
 
+    requests: int = 0
     bands: list[tuple[Gather | None, Call]] = field(default_factory=list)
     slices: list[tuple[Gather, list[Call]]] = field(default_factory=list)
     host: list[int] = field(default_factory=list)
@@ -67,6 +69,12 @@ class FlashPlan:
         """Most workspace rows that a call reads, most query rows of a call."""
         every = [call for _, call in self.bands] + [call for _, calls in self.slices for call in calls]
         return max((call.keys for call in every), default=0), max((c.last - c.first for c in every), default=0)
+
+    @property
+    def launches(self) -> int:
+        """Kernels that a layer launches for it: gathers, flash attention, merges."""
+        bands = sum(1 + (gather is not None) for gather, _ in self.bands)
+        return bands + sum(1 + 2 * len(calls) for _, calls in self.slices)
 
     def put(self, values: Sequence[int]) -> int:
         """Append numbers, 16-byte aligned; returns their offset."""
@@ -107,7 +115,7 @@ def plan_flash(
         raise ValueError(f"recent_tokens={recent_tokens}: slices need a band of at least one key")
     if any(b <= a for a, b in zip(starts, starts[1:], strict=False)):
         raise ValueError("a request without rows has nothing to plan")
-    plan = FlashPlan()
+    plan = FlashPlan(len(seq_lens))
     rows_fit = min(max_rows, slice_tokens - recent_tokens)
     requests = len(seq_lens)
     r = 0

@@ -7,8 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from bie_kernels.launches import Launches
 from bie_kernels.tiles import NEGATIVE
-from bie_kernels.tuning import overlaps
+from bie_kernels.tuning import cdiv, overlaps, power_of_2
 
 
 @triton.jit(do_not_specialize=["q_len", "splits"])
@@ -53,6 +54,9 @@ def merge_kernel(
     tl.store(p_row + i_e, out.to(p_out.dtype.element_ty), mask=i_e < E)
 
 
+launch_merge = Launches(merge_kernel)
+
+
 def merge(
     plan: torch.Tensor | None,
     acc: torch.Tensor,
@@ -76,11 +80,11 @@ def merge(
     budget = acc.shape[0]
     # Few requests have many items each: then a program takes few channels, all items at once.
     # Three sizes only, each a compilation.
-    items = triton.cdiv(budget, requests)
+    items = cdiv(budget, requests)
     block = 8 if items <= 8 else 32 if items <= 32 else 128
-    channels = min(triton.next_power_of_2(size), max(32, 4096 // block))
+    channels = min(power_of_2(size), max(32, 4096 // block))
     pdl = plan is not None and overlaps(out.device)
-    merge_kernel[(requests, heads, rows * triton.cdiv(size, channels))](
+    launch_merge[(requests, heads, rows * cdiv(size, channels))](
         plan, acc, peak, total, out, out.stride(0), out.stride(1), heads, q_len, splits,
         ROWS=rows, G=rows // q_len, E=size, BE=channels, BS=block, PLANNED=plan is not None, PDL=pdl,
         num_warps=1 if block <= 8 else 4, enable_fp_fusion=True, **({"launch_pdl": True} if pdl else {}),

@@ -15,9 +15,10 @@ import triton.language as tl
 
 from bie_kernels import tuning
 from bie_kernels.checks import check_ints
+from bie_kernels.launches import Launches
 from bie_kernels.layout import WINDOW_PAGE_TOKENS
 from bie_kernels.tiles import WINDOW_WEIGHT, page_ranges
-from bie_kernels.tuning import multiprocessors
+from bie_kernels.tuning import multiprocessors, power_of_2
 
 _SEARCH_STEPS = tl.constexpr(22)
 """Halvings that find any item size below 4 million units."""
@@ -76,6 +77,9 @@ def plan_kernel(
     tl.store(p_items + 4 * i_b, -1, mask=unused)
 
 
+launch_plan = Launches(plan_kernel)
+
+
 def make_plan(
     seq_lens: torch.Tensor,
     plan: torch.Tensor,
@@ -107,10 +111,10 @@ def make_plan(
         raise ValueError(f"plan has {plan.shape[0]} numbers, {size} are needed")
     if budget < requests:
         raise ValueError(f"budget={budget} is below the {requests} requests")
-    block = max(128, triton.next_power_of_2(requests))  # few sizes: each is a compilation
-    plan_kernel[(1,)](
+    block = max(128, power_of_2(requests))  # few sizes: each is a compilation
+    launch_plan[(1,)](
         seq_lens, plan, requests, budget, q_len, sink_tokens, recent_tokens, tuning.MIN_UNITS,
-        BR=block, BB=max(256, triton.next_power_of_2(budget)), WINDOW_PAGE=WINDOW_PAGE_TOKENS,
+        BR=block, BB=max(256, power_of_2(budget)), WINDOW_PAGE=WINDOW_PAGE_TOKENS,
         num_warps=1 if block <= 128 else 4, enable_fp_fusion=False,
     )  # fmt: skip
     return plan[:size]

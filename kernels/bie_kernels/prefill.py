@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from bie_kernels.checks import check_prefill
+from bie_kernels.launches import Launches
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.merge import merge
 from bie_kernels.tiles import (
@@ -31,7 +32,7 @@ from bie_kernels.tiles import (
     softmax_step,
     window_mask,
 )
-from bie_kernels.tuning import interpreted, multiprocessors, prefill_tile
+from bie_kernels.tuning import interpreted, multiprocessors, power_of_2, prefill_tile
 
 MAX_SPLITS = 16
 """Programs that share the pages of one tile; bounds the partial results to a few MiB."""
@@ -171,6 +172,9 @@ def prefill_kernel(
         tl.store(p_row[:, None] + i_e[None, :], part.to(p_row.dtype.element_ty), mask=m_out)
 
 
+launch_prefill = Launches(prefill_kernel)
+
+
 def prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -223,13 +227,13 @@ def prefill(
     if splits > 1:
         acc = torch.empty(q.shape[0], splits, q.shape[1], layout.v_size, dtype=torch.float32, device=q.device)
         peak, total = torch.zeros(2, q.shape[0], splits, q.shape[1], dtype=torch.float32, device=q.device)
-    prefill_kernel[(heads, tiles, splits)](
+    launch_prefill[(heads, tiles, splits)](
         q, k, v, body, window, body_table, window_table, query_start_loc, seq_lens, out, acc, peak, total,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         body.stride(0), body.stride(1), window.stride(0), window.stride(1), window.stride(2),
         body_table.stride(0), window_table.stride(0), out.stride(0), out.stride(1),
         requests, splits, scale, sink_tokens, recent_tokens, retained,
-        G=group, D=layout.head_size, BD=max(32, triton.next_power_of_2(layout.head_size)), E=layout.v_size,
+        G=group, D=layout.head_size, BD=max(32, power_of_2(layout.head_size)), E=layout.v_size,
         BM=tile.rows, BN=layout.group_size if channel else PAGE_TOKENS, GROUP=layout.group_size,
         HEAD_DIM=not channel, SOFT_CAP=soft_cap, O_V_CODES=layout.v_codes, O_K_SCALE=layout.k_scale,
         O_K_ORIGIN=layout.k_origin, O_V_SCALE=layout.v_scale, O_V_MIN=layout.v_min,

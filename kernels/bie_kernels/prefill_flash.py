@@ -26,8 +26,10 @@ import triton.language as tl
 
 from bie_kernels.checks import check_prefill
 from bie_kernels.flash_plan import Call, FlashPlan, Gather, workspace_bytes
+from bie_kernels.launches import Launches
 from bie_kernels.layout import FP16_MAX, PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.store import token_slot
+from bie_kernels.tuning import cdiv, power_of_2
 
 _PAGE = tl.constexpr(PAGE_TOKENS)
 _LARGEST = tl.constexpr(FP16_MAX)
@@ -155,6 +157,9 @@ def gather_kernel(
         tl.store(p_value, v4.to(p_values.dtype.element_ty), mask=m_4[:, None] & m_e)
 
 
+launch_gather = Launches(gather_kernel)
+
+
 @triton.jit(do_not_specialize=["s_l", "s_m"])
 def combine_kernel(p_out, p_lse, p_more, p_more_lse, s_ot, s_oh, s_l, s_m, H, E: tl.constexpr, BE: tl.constexpr,
                    BH: tl.constexpr):  # fmt: skip
@@ -176,6 +181,9 @@ def combine_kernel(p_out, p_lse, p_more, p_more_lse, s_ot, s_oh, s_l, s_m, H, E:
     z = x * tl.exp(a - lse)[:, None] + y * tl.exp(b - lse)[:, None]
     tl.store(p_row, z.to(p_out.dtype.element_ty), mask=m)
     tl.store(p_lse + i_h * s_l + i_t, lse, mask=m_h)
+
+
+launch_combine = Launches(combine_kernel)
 
 
 # -- launcher -------------------------------------------------------------------
@@ -232,12 +240,12 @@ def prefill(
 
     def gather(what: Gather, band: bool) -> None:
         items = numbers[what.at : what.at + 4 * what.count]
-        gather_kernel[(what.count, heads)](
+        launch_gather[(what.count, heads)](
             items, k, v, body, window, body_table, window_table, query_start_loc, seq_lens, flat_k, flat_v,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), body.stride(0), body.stride(1),
             window.stride(0), window.stride(1), window.stride(2), body_table.stride(0), window_table.stride(0),
-            heads, sink_tokens, retained, D=layout.head_size, BD=triton.next_power_of_2(layout.head_size),
-            E=layout.v_size, BE=triton.next_power_of_2(layout.v_size), GROUP=layout.group_size,
+            heads, sink_tokens, retained, D=layout.head_size, BD=power_of_2(layout.head_size),
+            E=layout.v_size, BE=power_of_2(layout.v_size), GROUP=layout.group_size,
             HEAD_DIM=layout.key_axis == "head_dim", O_V_CODES=layout.v_codes, O_K_SCALE=layout.k_scale,
             O_K_ORIGIN=layout.k_origin, O_V_SCALE=layout.v_scale, O_V_MIN=layout.v_min,
             WINDOW_PAGE=window_page_tokens(q.element_size()), BAND=band, num_warps=4, enable_fp_fusion=True,
@@ -260,14 +268,14 @@ def prefill(
         if band is not None:
             gather(band, True)
         lses.append(attend(call, band is None, out[call.first : call.last]))
-    block = max(1, min(triton.next_power_of_2(q.shape[1]), 4096 // triton.next_power_of_2(layout.v_size)))
+    block = max(1, min(power_of_2(q.shape[1]), 4096 // power_of_2(layout.v_size)))
     for what, calls in plan.slices:
         gather(what, False)
         for call in calls:
             n, target = call.last - call.first, out[call.first : call.last]
             more = partial[: n * q.shape[1] * layout.v_size].view(n, q.shape[1], layout.v_size)
             lse, more_lse = lses[call.segment], attend(call, False, more)
-            combine_kernel[(n, triton.cdiv(q.shape[1], block))](
+            launch_combine[(n, cdiv(q.shape[1], block))](
                 target, lse, more, more_lse, out.stride(0), out.stride(1), lse.stride(0), more_lse.stride(0),
-                q.shape[1], E=layout.v_size, BE=triton.next_power_of_2(layout.v_size), BH=block, num_warps=4,
+                q.shape[1], E=layout.v_size, BE=power_of_2(layout.v_size), BH=block, num_warps=4,
             )  # fmt: skip

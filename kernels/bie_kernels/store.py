@@ -17,8 +17,9 @@ import triton.language as tl
 
 from bie_kernels import layout as layout_module
 from bie_kernels.checks import check_body, check_ints, check_rows, check_window
+from bie_kernels.launches import Launches
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
-from bie_kernels.tuning import multiprocessors
+from bie_kernels.tuning import cdiv, multiprocessors
 
 _FP16_MAX = tl.constexpr(layout_module.FP16_MAX)
 _CODE_MAX = tl.constexpr(layout_module.CODE_MAX)
@@ -275,6 +276,9 @@ def write_kernel(
             )  # fmt: skip
 
 
+launch_write = Launches(write_kernel)
+
+
 # -- launchers ----------------------------------------------------------------
 def _write(
     k, v, body, window, body_slots, window_slots, body_table, window_table, query_start_loc, seq_lens, layout, *,
@@ -284,15 +288,15 @@ def _write(
     tokens, heads = k.shape[:2]
     does_store, does_seal = body_slots is not None, body_table is not None
     block = 1 if tokens <= FEW_TOKENS else 8
-    blocks = triton.cdiv(tokens, block) if does_store else 0
-    pages = triton.cdiv(max_query_len, PAGE_TOKENS)
+    blocks = cdiv(tokens, block) if does_store else 0
+    pages = cdiv(max_query_len, PAGE_TOKENS)
     seals = seq_lens.shape[0] * pages if does_seal else 0
     if blocks + seals == 0:
         return
     values = k if v is None else v  # a seal alone does not look at them
     table_strides = (body_table.stride(0), window_table.stride(0)) if does_seal else (0, 0)
     warps = (8 if layout.head_size > 128 else 4) if does_seal or block > 1 else 1
-    write_kernel[(blocks + seals, heads)](
+    launch_write[(blocks + seals, heads)](
         k, values, body, window, body_slots, window_slots, body_table, window_table, query_start_loc, seq_lens,
         tokens, blocks, pages, sink_tokens,
         k.stride(0), k.stride(1), values.stride(0), values.stride(1), body.stride(0), body.stride(1),
@@ -426,7 +430,7 @@ def store_and_seal(
 
     Args and errors as theirs.
     """
-    programs = (k.shape[0] + seq_lens.shape[0] * triton.cdiv(max_query_len, PAGE_TOKENS)) * body.shape[1]
+    programs = (k.shape[0] + seq_lens.shape[0] * cdiv(max_query_len, PAGE_TOKENS)) * body.shape[1]
     seal_args = (k, body, window, body_table, window_table, query_start_loc, seq_lens, layout)
     numbers = {"sink_tokens": sink_tokens, "max_query_len": max_query_len}
     small = k.shape[0] <= FEW_TOKENS and programs <= 2 * multiprocessors(k.device)

@@ -37,6 +37,16 @@ INTERPRETED_SMS = 4
 """Stand-in for the multiprocessor count where there is no card."""
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up; Triton's own takes the host a microsecond."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is at least n, itself at least 1; as above."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 def interpreted() -> bool:
     """True under Triton's interpreter, which knows no inline assembly."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
