@@ -42,12 +42,18 @@ _VLLM_LOG = re.compile(r"^(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \[
 UNTELLING = ("Engine core initialization failed", "See root cause above", "WorkerProc initialization failed")
 """What vLLM's outer processes say about an inner one's error."""
 
+_ENGINE_ENDED = re.compile(r"EngineDeadError|EngineCore encountered a fatal error|engine core exited unexpectedly")
+_ENGINE_PROCESSES = ("(EngineCore", "(Worker")
+CANCELLED = "cancelled"
+"""What the engine says when a worker ended without a word."""
+
 
 class ServerLog:
     """Passes the child's lines on; before the server is ready, tracebacks are held back.
 
     A traceback at start-up means that the server will not start, and its last line
-    says why. The whole log is kept in a file.
+    says why. Afterwards errors of the engine's processes are noted, for the API server
+    ends with status 0 when its engine is gone. The whole log is kept in a file.
     """
 
     def __init__(self, out: TextIO, file: IO[str]) -> None:
@@ -55,6 +61,8 @@ class ServerLog:
         self.ready = threading.Event()
         self.held: list[str] = []
         self.bare: list[str] = []
+        self.engine_ended = False
+        self.engine_errors: list[str] = []
 
     def feed(self, line: str) -> None:
         """Take one line of the child."""
@@ -69,8 +77,19 @@ class ServerLog:
             self.held.append(line)
             self.bare.append(bare)
             return
+        if self.ready.is_set():
+            self.engine_ended |= bool(_ENGINE_ENDED.search(bare))
+            if line.startswith(_ENGINE_PROCESSES) and (error := _ERROR.search(bare)):
+                self.engine_errors.append(error["text"])
         self.out.write(line)
         self.out.flush()
+
+    def engine_reason(self) -> str:
+        """Why the engine of a running server ended, as one sentence."""
+        telling = [error for error in self.engine_errors if error != CANCELLED]
+        if telling:
+            return "its engine failed: " + _stop(telling[-1])
+        return "a process of its engine ended without a message; it was killed, or memory ran out."
 
     def reason(self) -> str:
         """Why the server did not start: the first error that tells it, as one sentence."""
@@ -95,7 +114,8 @@ def run_server(command: Sequence[str], environment: dict[str, str]) -> int:
     """Run until the server ends or is told to; returns the exit status.
 
     0 after Ctrl-C or SIGTERM of a running server, 130 if it was interrupted while
-    starting, the child's status (at least 1) if it ended by itself.
+    starting, the child's status (at least 1) if it ended by itself. vLLM's own status
+    is 0 when the engine has died under a running server; here it is 1.
     """
     _adopt_orphans()
     with tempfile.NamedTemporaryFile("w", prefix="bie-serve-", suffix=".log", delete=False) as file:
@@ -119,11 +139,13 @@ def run_server(command: Sequence[str], environment: dict[str, str]) -> int:
     if stopped is not None:
         path.unlink(missing_ok=True)
         return 0 if log.ready.is_set() else EXIT_INTERRUPTED
-    if child.returncode == 0:
+    if child.returncode == 0 and not log.engine_ended:
         path.unlink(missing_ok=True)
         return 0
     what = "stopped" if log.ready.is_set() else "did not start"
-    if log.ready.is_set():
+    if log.engine_ended:
+        reason = log.engine_reason()
+    elif log.ready.is_set():
         reason = f"vLLM ended with status {child.returncode}."
     else:
         reason = log.reason()

@@ -11,12 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
+from live_server import Server, free_port
 
 from bie_vllm_plugin import serve
 from bie_vllm_plugin.plan_units import GIB, PlanError
@@ -42,12 +42,6 @@ def dry(capsys: pytest.CaptureFixture, device: serve.Device, *argv: str) -> tupl
 def value(command: list[str], flag: str) -> str:
     """What follows the last `flag`, as argparse would read it."""
     return command[len(command) - command[::-1].index(flag)]
-
-
-def free_port() -> int:
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        return trial.getsockname()[1]
 
 
 # -- flags ----------------------------------------------------------------------------------
@@ -314,46 +308,39 @@ def test_a_survived_traceback_is_shown() -> None:
     assert log.ready.is_set() and out.getvalue() == "".join(lines)
 
 
+def test_why_a_running_server_lost_its_engine() -> None:
+    """vLLM's API server then ends with status 0; `test_faults.py` kills real ones."""
+    dead = "(APIServer pid=1) ERROR 01-01 00:00:00 [async_llm.py:9] EngineDeadError: EngineCore encountered an issue\n"
+    cases = {
+        "its engine failed: CUDA error: out of memory.": [
+            "(Worker_TP1 pid=3) ERROR 01-01 00:00:00 [a.py:1] torch.AcceleratorError: CUDA error: out of memory\n", dead
+        ],
+        "a process of its engine ended without a message; it was killed, or memory ran out.": [
+            "(EngineCore pid=2) ERROR 01-01 00:00:00 [core.py:1] RuntimeError: cancelled\n", dead
+        ],
+    }  # fmt: skip
+    for reason, lines in cases.items():
+        log = ServerLog(io.StringIO(), io.StringIO())
+        for line in ["INFO: Application startup complete.\n", *lines[:-1]]:
+            log.feed(line)
+        assert not log.engine_ended
+        log.feed(lines[-1])
+        assert log.engine_ended and log.engine_reason() == reason
+
+
 # -- a real server ----------------------------------------------------------------------------
-class Server:
-    """bie-serve with SmolLM2 on a CPU."""
-
-    def __init__(self, model: str, log: Path, *flags: str) -> None:
-        self.port, self.log = free_port(), log
-        env = {key: val for key, val in os.environ.items() if not key.startswith("VLLM_")}
-        self.process = subprocess.Popen(
-            [
-                sys.executable, "-m", "bie_vllm_plugin.serve", model, "--port", str(self.port), "--enforce-eager",
-                "--max-model-len", "2048", "--served-model-name", "smol", *flags,
-            ],
-            stdout=log.open("w"), stderr=subprocess.STDOUT, env=env, start_new_session=True,
-        )  # fmt: skip
-
-    def wait_ready(self, seconds: float = 180) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2)
-                return
-            except OSError:
-                time.sleep(0.5)
-        raise AssertionError(self.log.read_text()[-6000:])
-
-    def family(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+SMOL = ("--max-model-len", "2048", "--served-model-name", "smol")
 
 
 @pytest.fixture(scope="module")
 def server(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Server:
     log = tmp_path_factory.mktemp("serve") / "log"
-    running = Server(smollm2, log, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    running = Server(smollm2, log, *SMOL, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     try:
         running.wait_ready()
         yield running
     finally:
-        if running.process.poll() is None:
-            running.process.send_signal(signal.SIGINT)
-            running.process.wait(60)
+        running.stop()
 
 
 @pytest.fixture(scope="module")
@@ -473,7 +460,7 @@ def test_weights_missing_is_one_sentence(smollm2: str, tmp_path: Path) -> None:
 
 @pytest.mark.engine
 def test_ctrl_c_while_starting(smollm2: str, tmp_path: Path) -> None:
-    running = Server(smollm2, tmp_path / "log")
+    running = Server(smollm2, tmp_path / "log", *SMOL)
     deadline = time.monotonic() + 60
     while not running.family() and time.monotonic() < deadline:
         time.sleep(0.1)
