@@ -44,6 +44,7 @@ UNTELLING = ("Engine core initialization failed", "See root cause above", "Worke
 
 _ENGINE_ENDED = re.compile(r"EngineDeadError|EngineCore encountered a fatal error|engine core exited unexpectedly")
 _ENGINE_PROCESSES = ("(EngineCore", "(Worker")
+_WORKER_DIED = re.compile(r"Worker proc \S+ died unexpectedly \(exit code: -?\d+\)")
 CANCELLED = "cancelled"
 """What the engine says when a worker ended without a word."""
 
@@ -63,6 +64,7 @@ class ServerLog:
         self.bare: list[str] = []
         self.engine_ended = False
         self.engine_errors: list[str] = []
+        self.worker_died = ""
 
     def feed(self, line: str) -> None:
         """Take one line of the child."""
@@ -81,6 +83,8 @@ class ServerLog:
             self.engine_ended |= bool(_ENGINE_ENDED.search(bare))
             if line.startswith(_ENGINE_PROCESSES) and (error := _ERROR.search(bare)):
                 self.engine_errors.append(error["text"])
+            if died := _WORKER_DIED.search(bare):
+                self.worker_died = died[0]
         self.out.write(line)
         self.out.flush()
 
@@ -89,6 +93,8 @@ class ServerLog:
         telling = [error for error in self.engine_errors if error != CANCELLED]
         if telling:
             return "its engine failed: " + _stop(telling[-1])
+        if self.worker_died:
+            return f"{self.worker_died}; it was killed, or memory ran out."
         return "a process of its engine ended without a message; it was killed, or memory ran out."
 
     def reason(self) -> str:
@@ -129,6 +135,7 @@ def run_server(command: Sequence[str], environment: dict[str, str]) -> int:
             text=True,
             errors="replace",
             start_new_session=True,
+            preexec_fn=_end_with_parent(),
         )
         reader = threading.Thread(target=_read, args=(child.stdout, log), daemon=True)
         reader.start()
@@ -188,6 +195,14 @@ def _wait(child: Any) -> int | None:
 def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """What makes the child get SIGTERM when this process is killed outright (Linux); run in the child."""
+    if sys.platform != "linux":
+        return None
+    pr_set_pdeathsig, libc = 1, ctypes.CDLL(None, use_errno=True)
+    return lambda: libc.prctl(pr_set_pdeathsig, int(signal.SIGTERM), 0, 0, 0)
 
 
 def _adopt_orphans() -> None:

@@ -315,6 +315,11 @@ def test_why_a_running_server_lost_its_engine() -> None:
         "its engine failed: CUDA error: out of memory.": [
             "(Worker_TP1 pid=3) ERROR 01-01 00:00:00 [a.py:1] torch.AcceleratorError: CUDA error: out of memory\n", dead
         ],
+        "Worker proc VllmWorker-1 died unexpectedly (exit code: -9); it was killed, or memory ran out.": [
+            "(EngineCore pid=2) ERROR 01-01 00:00:00 [m.py:3] Worker proc VllmWorker-1 died unexpectedly "
+            "(exit code: -9), shutting down executor.\n",
+            "(EngineCore pid=2) ERROR 01-01 00:00:00 [core.py:1] RuntimeError: cancelled\n", dead
+        ],
         "a process of its engine ended without a message; it was killed, or memory ran out.": [
             "(EngineCore pid=2) ERROR 01-01 00:00:00 [core.py:1] RuntimeError: cancelled\n", dead
         ],
@@ -326,6 +331,22 @@ def test_why_a_running_server_lost_its_engine() -> None:
         assert not log.engine_ended
         log.feed(lines[-1])
         assert log.engine_ended and log.engine_reason() == reason
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent is gone")
+def test_a_killed_bie_serve_takes_the_server_along(tmp_path: Path) -> None:
+    child = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    script = (
+        "import sys; from bie_vllm_plugin.serve_run import run_server; "
+        f"run_server([sys.executable, '-c', {child!r}], {{}})"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    server = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    assert parent.wait(10) == -signal.SIGKILL
+    assert psutil.wait_procs([server], timeout=10)[1] == [] or server.status() == psutil.STATUS_ZOMBIE
 
 
 # -- a real server ----------------------------------------------------------------------------
