@@ -44,7 +44,7 @@ UNTELLING = ("Engine core initialization failed", "See root cause above", "Worke
 
 _ENGINE_ENDED = re.compile(r"EngineDeadError|EngineCore encountered a fatal error|engine core exited unexpectedly")
 _ENGINE_PROCESSES = ("(EngineCore", "(Worker")
-_WORKER_DIED = re.compile(r"Worker proc \S+ died unexpectedly \(exit code: -?\d+\)")
+_WORKER_DIED = re.compile(r"Worker proc \S+ died unexpectedly")
 CANCELLED = "cancelled"
 """What the engine says when a worker ended without a word."""
 
@@ -150,7 +150,7 @@ def run_server(command: Sequence[str], environment: dict[str, str]) -> int:
         path.unlink(missing_ok=True)
         return 0
     what = "stopped" if log.ready.is_set() else "did not start"
-    if log.engine_ended:
+    if log.engine_ended and child.returncode >= 0:
         reason = log.engine_reason()
     elif log.ready.is_set():
         reason = f"vLLM ended with status {child.returncode}."

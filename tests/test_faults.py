@@ -191,7 +191,7 @@ def kill(server: Server, fresh: dict, name: str, reason: str) -> None:
     ("name", "reason", "ranks"),
     [
         ("VLLM::EngineCore", "ended without a message", 1),
-        ("VLLM::Worker_TP1", "died unexpectedly (exit code: -9)", 2),
+        ("VLLM::Worker_TP1", "VllmWorker-1 died unexpectedly", 2),
         ("vllm.entrypoints.openai.api_server", "vLLM ended with status -9", 1),
     ],
     ids=["engine", "worker of two", "API server"],
