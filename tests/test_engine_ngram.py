@@ -61,3 +61,25 @@ def test_preempted_while_speculating(model_64, plain, caching):
     assert facts["preemptions"] > 0 and facts["accepted_tokens"] > 0
     assert_same(plain, tight, shared=0.9)
     assert pool["free"] == pool["pages"] - 1 and pool["known"] == pool["referenced"] == 0
+
+
+@pytest.mark.slow
+def test_the_real_model_repeats_itself(smollm2):
+    """Texts that a real model continues by repeating them: most drafts are accepted, and the text is the plain one."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    sentences = (
+        "The ferry leaves the harbour at nine, at noon and at five, and costs four crowns. ",
+        "def area(width: float, height: float) -> float:\n    return width * height\n\n",
+        "one two three four five six seven eight nine ten ",
+    )
+    prompts = [tokenizer(sentence * 15).input_ids for sentence in sentences]
+    prompts.append(tokenizer("A short story about a lighthouse keeper and his dog.").input_ids)
+    base = {"max_model_len": 1024, "kv_cache_memory_bytes": 512 << 20}
+    (alone,) = run(llm(smollm2, **base), generate(prompts, n=128))
+    together, facts = run(drafted(smollm2, 4, **base), generate(prompts, n=128), FACTS)
+    print(facts)
+    assert facts["accepted_tokens"] / facts["draft_tokens"] > 0.6
+    assert [r["tokens"] for r in alone] == [r["tokens"] for r in together]
+    assert_same(alone, together, shared=1.0)
