@@ -39,14 +39,18 @@ _VALIDATION = re.compile(
 _ERROR = re.compile(r"^(?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception|Exit): (?P<text>.+)$", re.MULTILINE)
 _VLLM_LOG = re.compile(r"^(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^\]]*\]\s?")
 
-UNTELLING = ("Engine core initialization failed", "See root cause above", "WorkerProc initialization failed")
-"""What vLLM's outer processes say about an inner one's error."""
+UNTELLING = (
+    "Engine core initialization failed", "See root cause above", "WorkerProc initialization failed", "cancelled",
+    "Executor failed", "EngineCore encountered an issue",
+)  # fmt: skip
+"""What vLLM's outer processes say about an inner one's error or sudden end."""
 
-_ENGINE_ENDED = re.compile(r"EngineDeadError|EngineCore encountered a fatal error|engine core exited unexpectedly")
+_ENGINE_ENDED = re.compile(
+    r"EngineDeadError|EngineCore encountered a fatal error|engine core exited unexpectedly|"
+    r"Engine core initialization failed"
+)
 _ENGINE_PROCESSES = ("(EngineCore", "(Worker")
 _WORKER_DIED = re.compile(r"Worker proc \S+ died unexpectedly")
-CANCELLED = "cancelled"
-"""What the engine says when a worker ended without a word."""
 
 
 class ServerLog:
@@ -75,27 +79,24 @@ class ServerLog:
             for held in self.held:  # a traceback that was survived is news after all
                 self.out.write(held)
             self.held = []
+        self.engine_ended |= bool(_ENGINE_ENDED.search(bare))
+        if died := _WORKER_DIED.search(bare):
+            self.worker_died = died[0]
         if not self.ready.is_set() and (self.held or _STARTS_ERROR.search(bare)):
             self.held.append(line)
             self.bare.append(bare)
             return
-        if self.ready.is_set():
-            self.engine_ended |= bool(_ENGINE_ENDED.search(bare))
-            if line.startswith(_ENGINE_PROCESSES) and (error := _ERROR.search(bare)):
-                self.engine_errors.append(error["text"])
-            if died := _WORKER_DIED.search(bare):
-                self.worker_died = died[0]
+        if self.ready.is_set() and line.startswith(_ENGINE_PROCESSES) and (error := _ERROR.search(bare)):
+            self.engine_errors.append(error["text"])
         self.out.write(line)
         self.out.flush()
 
     def engine_reason(self) -> str:
         """Why the engine of a running server ended, as one sentence."""
-        telling = [error for error in self.engine_errors if error != CANCELLED]
-        if telling:
+        if telling := _telling(self.engine_errors):
             return "its engine failed: " + _stop(telling[-1])
-        if self.worker_died:
-            return f"{self.worker_died}; it was killed, or memory ran out."
-        return "a process of its engine ended without a message; it was killed, or memory ran out."
+        what = self.worker_died or "a process of its engine ended without a message"
+        return f"{what}; it was killed, or memory ran out."
 
     def reason(self) -> str:
         """Why the server did not start: the first error that tells it, as one sentence."""
@@ -106,9 +107,13 @@ class ServerLog:
             message = found["text"].removeprefix("Value error, ")
             field = found["field"]
             return _stop(f"--{field.replace('_', '-')}: {message}" if field else message)
-        errors = [match["text"] for match in _ERROR.finditer(text)]
-        telling = [error for error in errors if not any(part in error for part in UNTELLING)]
-        return _stop(telling[0]) if telling else "vLLM gave no reason."
+        if telling := _telling([match["text"] for match in _ERROR.finditer(text)]):
+            return _stop(telling[0])
+        return self.engine_reason() if self.engine_ended or self.worker_died else "vLLM gave no reason."
+
+
+def _telling(errors: list[str]) -> list[str]:
+    return [error for error in errors if not any(part in error for part in UNTELLING)]
 
 
 def _stop(text: str) -> str:
@@ -121,7 +126,7 @@ def run_server(command: Sequence[str], environment: dict[str, str]) -> int:
 
     0 after Ctrl-C or SIGTERM of a running server, 130 if it was interrupted while
     starting, the child's status (at least 1) if it ended by itself. vLLM's own status
-    is 0 when the engine has died under a running server; here it is 1.
+    may be 0 when its engine has died; here it is 1.
     """
     _adopt_orphans()
     with tempfile.NamedTemporaryFile("w", prefix="bie-serve-", suffix=".log", delete=False) as file:
@@ -150,10 +155,10 @@ def run_server(command: Sequence[str], environment: dict[str, str]) -> int:
         path.unlink(missing_ok=True)
         return 0
     what = "stopped" if log.ready.is_set() else "did not start"
-    if log.engine_ended and child.returncode >= 0:
-        reason = log.engine_reason()
+    if child.returncode < 0:
+        reason = f"vLLM was ended by signal {-child.returncode} ({signal.strsignal(-child.returncode)})."
     elif log.ready.is_set():
-        reason = f"vLLM ended with status {child.returncode}."
+        reason = log.engine_reason() if log.engine_ended else f"vLLM ended with status {child.returncode}."
     else:
         reason = log.reason()
     ended = f" ({leftovers} left-over processes were ended)" if leftovers else ""

@@ -192,7 +192,7 @@ def kill(server: Server, fresh: dict, name: str, reason: str) -> None:
     [
         ("VLLM::EngineCore", "ended without a message", 1),
         ("VLLM::Worker_TP1", "VllmWorker-1 died unexpectedly", 2),
-        ("vllm.entrypoints.openai.api_server", "vLLM ended with status -9", 1),
+        ("vllm.entrypoints.openai.api_server", "vLLM was ended by signal 9 (Killed)", 1),
     ],
     ids=["engine", "worker of two", "API server"],
 )

@@ -285,6 +285,10 @@ def test_reasons_are_found_in_vllms_log() -> None:
             "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig\n",
             "  Value error, --block-size 32 does not go with it. [type=value_error, input_value=ArgsKwargs(())]\n",
         ],
+        "a process of its engine ended without a message; it was killed, or memory ran out.": [
+            "Traceback (most recent call last):\n",
+            "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n",
+        ],
         "unrecognized arguments: --nonsense.": [
             "usage: api_server.py [-h]\n",
             "api_server.py: error: unrecognized arguments: --nonsense\n",
@@ -331,6 +335,31 @@ def test_why_a_running_server_lost_its_engine() -> None:
         assert not log.engine_ended
         log.feed(lines[-1])
         assert log.engine_ended and log.engine_reason() == reason
+
+
+def run_fake_server(tmp_path: Path, child: str) -> tuple[int, str]:
+    """Status and last line on stderr of `run_server` over a child that prints and ends."""
+    script = (
+        "import sys; from bie_vllm_plugin.serve_run import run_server; "
+        f"sys.exit(run_server([sys.executable, '-c', {child!r}], {{}}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    return done.returncode, (done.stderr.splitlines() or [""])[-1]
+
+
+def test_how_a_server_ends_decides_the_status(tmp_path: Path) -> None:
+    ready, dead = "print('Application startup complete.')\n", "print('EngineDeadError: gone')\n"
+    assert run_fake_server(tmp_path, ready) == (0, "")
+    assert run_fake_server(tmp_path, "print('0.32.0')") == (0, "")  # --version and its like
+    status, line = run_fake_server(tmp_path, ready + dead)
+    assert status == 1 and line.startswith("bie-serve: the server stopped: a process of its engine ended without")
+    status, line = run_fake_server(tmp_path, dead)
+    assert status == 1 and line.startswith("bie-serve: the server did not start: a process of its engine ended without")
+    status, line = run_fake_server(tmp_path, ready + "import os; os.kill(os.getpid(), 9)")
+    assert status == 1 and "vLLM was ended by signal 9 (Killed)." in line
+    assert run_fake_server(tmp_path, ready + "raise SystemExit(7)")[0] == 7
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent is gone")
