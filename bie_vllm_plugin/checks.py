@@ -298,7 +298,7 @@ def check_pool(manager: Any) -> None:
         manager: vLLM's `KVCacheManager`, built.
 
     Raises:
-        ValueError: names the longest --max-model-len that fits.
+        ValueError: names the longest --max-model-len that fits, if any does.
     """
     from bie_vllm_plugin.cache_manager import BodyManager, WindowManager
 
@@ -319,8 +319,8 @@ def check_pool(manager: Any) -> None:
     if needed <= free:
         return
     fits = max(0, (free - window_pages - other_pages) // max(1, len(bodies))) * PAGE_TOKENS
+    shorter = f"set --max-model-len to at most {fits} or " if fits else ""
     raise ValueError(
         f"max_model_len {manager.max_model_len} needs {needed} KV-cache pages with {DTYPE_NAME} "
-        f"while its last chunk is prefilled, and the pool has {free}: set --max-model-len to at most {fits} or give "
-        "the cache more memory."
+        f"while its last chunk is prefilled, and the pool has {free}: {shorter}give the cache more memory."
     )

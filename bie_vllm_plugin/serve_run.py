@@ -39,15 +39,26 @@ _VALIDATION = re.compile(
 _ERROR = re.compile(r"^(?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception|Exit): (?P<text>.+)$", re.MULTILINE)
 _VLLM_LOG = re.compile(r"^(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^\]]*\]\s?")
 
-UNTELLING = ("Engine core initialization failed", "See root cause above", "WorkerProc initialization failed")
-"""What vLLM's outer processes say about an inner one's error."""
+UNTELLING = (
+    "Engine core initialization failed", "See root cause above", "WorkerProc initialization failed", "cancelled",
+    "Executor failed", "EngineCore encountered an issue",
+)  # fmt: skip
+"""What vLLM's outer processes say about an inner one's error or sudden end."""
+
+_ENGINE_ENDED = re.compile(
+    r"EngineDeadError|EngineCore encountered a fatal error|engine core exited unexpectedly|"
+    r"Engine core initialization failed"
+)
+_ENGINE_PROCESSES = ("(EngineCore", "(Worker")
+_WORKER_DIED = re.compile(r"Worker proc \S+ died unexpectedly")
 
 
 class ServerLog:
     """Passes the child's lines on; before the server is ready, tracebacks are held back.
 
     A traceback at start-up means that the server will not start, and its last line
-    says why. The whole log is kept in a file.
+    says why. Afterwards errors of the engine's processes are noted, for the API server
+    ends with status 0 when its engine is gone. The whole log is kept in a file.
     """
 
     def __init__(self, out: TextIO, file: IO[str]) -> None:
@@ -55,6 +66,9 @@ class ServerLog:
         self.ready = threading.Event()
         self.held: list[str] = []
         self.bare: list[str] = []
+        self.engine_ended = False
+        self.engine_errors: list[str] = []
+        self.worker_died = ""
 
     def feed(self, line: str) -> None:
         """Take one line of the child."""
@@ -65,12 +79,24 @@ class ServerLog:
             for held in self.held:  # a traceback that was survived is news after all
                 self.out.write(held)
             self.held = []
+        self.engine_ended |= bool(_ENGINE_ENDED.search(bare))
+        if died := _WORKER_DIED.search(bare):
+            self.worker_died = died[0]
         if not self.ready.is_set() and (self.held or _STARTS_ERROR.search(bare)):
             self.held.append(line)
             self.bare.append(bare)
             return
+        if self.ready.is_set() and line.startswith(_ENGINE_PROCESSES) and (error := _ERROR.search(bare)):
+            self.engine_errors.append(error["text"])
         self.out.write(line)
         self.out.flush()
+
+    def engine_reason(self) -> str:
+        """Why the engine of a running server ended, as one sentence."""
+        if telling := _telling(self.engine_errors):
+            return "its engine failed: " + _stop(telling[-1])
+        what = self.worker_died or "a process of its engine ended without a message"
+        return f"{what}; it was killed, or memory ran out."
 
     def reason(self) -> str:
         """Why the server did not start: the first error that tells it, as one sentence."""
@@ -81,9 +107,13 @@ class ServerLog:
             message = found["text"].removeprefix("Value error, ")
             field = found["field"]
             return _stop(f"--{field.replace('_', '-')}: {message}" if field else message)
-        errors = [match["text"] for match in _ERROR.finditer(text)]
-        telling = [error for error in errors if not any(part in error for part in UNTELLING)]
-        return _stop(telling[0]) if telling else "vLLM gave no reason."
+        if telling := _telling([match["text"] for match in _ERROR.finditer(text)]):
+            return _stop(telling[0])
+        return self.engine_reason() if self.engine_ended or self.worker_died else "vLLM gave no reason."
+
+
+def _telling(errors: list[str]) -> list[str]:
+    return [error for error in errors if not any(part in error for part in UNTELLING)]
 
 
 def _stop(text: str) -> str:
@@ -95,7 +125,8 @@ def run_server(command: Sequence[str], environment: dict[str, str]) -> int:
     """Run until the server ends or is told to; returns the exit status.
 
     0 after Ctrl-C or SIGTERM of a running server, 130 if it was interrupted while
-    starting, the child's status (at least 1) if it ended by itself.
+    starting, the child's status (at least 1) if it ended by itself. vLLM's own status
+    may be 0 when its engine has died; here it is 1.
     """
     _adopt_orphans()
     with tempfile.NamedTemporaryFile("w", prefix="bie-serve-", suffix=".log", delete=False) as file:
@@ -109,6 +140,7 @@ def run_server(command: Sequence[str], environment: dict[str, str]) -> int:
             text=True,
             errors="replace",
             start_new_session=True,
+            preexec_fn=_end_with_parent(),
         )
         reader = threading.Thread(target=_read, args=(child.stdout, log), daemon=True)
         reader.start()
@@ -119,12 +151,14 @@ def run_server(command: Sequence[str], environment: dict[str, str]) -> int:
     if stopped is not None:
         path.unlink(missing_ok=True)
         return 0 if log.ready.is_set() else EXIT_INTERRUPTED
-    if child.returncode == 0:
+    if child.returncode == 0 and not log.engine_ended:
         path.unlink(missing_ok=True)
         return 0
     what = "stopped" if log.ready.is_set() else "did not start"
-    if log.ready.is_set():
-        reason = f"vLLM ended with status {child.returncode}."
+    if child.returncode < 0:
+        reason = f"vLLM was ended by signal {-child.returncode} ({signal.strsignal(-child.returncode)})."
+    elif log.ready.is_set():
+        reason = log.engine_reason() if log.engine_ended else f"vLLM ended with status {child.returncode}."
     else:
         reason = log.reason()
     ended = f" ({leftovers} left-over processes were ended)" if leftovers else ""
@@ -166,6 +200,14 @@ def _wait(child: Any) -> int | None:
 def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """What makes the child get SIGTERM when this process is killed outright (Linux); run in the child."""
+    if sys.platform != "linux":
+        return None
+    pr_set_pdeathsig, libc = 1, ctypes.CDLL(None, use_errno=True)
+    return lambda: libc.prctl(pr_set_pdeathsig, int(signal.SIGTERM), 0, 0, 0)
 
 
 def _adopt_orphans() -> None:

@@ -6,7 +6,10 @@ from __future__ import annotations
 def pool(llm) -> dict:  # noqa: ANN001
     """Pages of the block pool: all that exist, the free ones, and requests that the managers still know."""
     manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-    known = {key for m in manager.coordinator.single_type_managers for key in m.req_to_blocks}
+    books = ("req_to_blocks", "num_cached_block", "_first_held", "_wanted_tail")
+    known = {
+        key for m in manager.coordinator.single_type_managers for book in books for key in getattr(m, book, ())
+    }
     return {
         "pages": manager.block_pool.num_gpu_blocks,
         "free": manager.block_pool.get_num_free_blocks(),

@@ -59,7 +59,11 @@ def _facts(llm) -> dict:  # noqa: ANN001
 
 
 def _staggered(llm, step: dict) -> list[dict]:  # noqa: ANN001
-    """Requests added while others run: entry i joins after `after` engine steps."""
+    """Requests added while others run: entry i joins after `after` engine steps.
+
+    `resets`: [[steps, running]], reset the prefix cache then; vLLM does so only if no page is in
+    use, or if running requests are to be preempted (`running`).
+    """
     from vllm import SamplingParams
 
     engine, done, count = llm.llm_engine, {}, 0
@@ -68,6 +72,9 @@ def _staggered(llm, step: dict) -> list[dict]:  # noqa: ANN001
         while waiting and waiting[0][1][1] <= count:
             index, (prompt, _) = waiting.pop(0)
             engine.add_request(str(index), {"prompt_token_ids": prompt}, SamplingParams(**step["sampling"]))
+        for _, running in [reset for reset in step.get("resets", ()) if reset[0] == count]:
+            assert engine.has_unfinished_requests()
+            assert engine.reset_prefix_cache(reset_running_requests=running) is running
         for output in engine.step():
             if output.finished:
                 done[int(output.request_id.split("-")[0])] = output

@@ -265,6 +265,8 @@ def test_freed_pages_are_reused_and_counted():
 def test_too_small_a_pool_is_named():
     with pytest.raises(ValueError, match=r"max_model_len 4096 needs 91 KV-cache pages .* pool has 79.* at most 3328"):
         make_manager(80)
+    with pytest.raises(ValueError, match="pool has 19: give the cache more memory"):  # no length would fit
+        make_manager(20)
     make_manager(92)
 
 

@@ -192,3 +192,69 @@ def test_reset_prefix_cache(model_64):
         [{"llm": cached(model_64, "relaxed"), "steps": [generate([prompt]), RESET, generate([prompt])]}]
     )
     assert steps[1] is True and steps[2][0]["cached"] == 0
+
+
+PREFIX = tokens(330, seed=1)
+SUFFIXES = (0, 1, 53, 54, 55, 118, 200)  # around the ends of pages: 383, 384, 385, 448 tokens
+SHARERS = [PREFIX + tokens(n, seed=10 + n) for n in SUFFIXES]
+OTHERS = [PREFIX[:200], PREFIX[:64] + tokens(150, seed=2), tokens(300, seed=3)]
+JOINING = {"do": "staggered", "prompts": [PREFIX, PREFIX[:320] + tokens(90, seed=2), tokens(600, seed=3)],
+           "after": [0, 3, 9], "sampling": greedy(40)}  # fmt: skip
+
+
+def sharing_steps(batch: dict) -> list[dict]:
+    """The prefix, then the batch that shares it, again, and after a reset."""
+    return [generate([PREFIX], n=24), batch, batch, RESET, batch, generate([PREFIX], n=24)]
+
+
+@pytest.fixture(scope="module")
+def sharing(model_64):
+    """One strict engine that prefills in small chunks: sharing, and resets while requests run."""
+    batch = generate(SHARERS + OTHERS, n=24)
+    resets = {**JOINING, "resets": [[2, False], [4, True], [8, True], [10, False], [14, True]]}
+    small = {"max_num_batched_tokens": 192, "max_num_seqs": 12}
+    warm, plain = run_engines(
+        [
+            {"llm": cached(model_64, "strict", **small),
+             "steps": [*sharing_steps(batch), RESET, resets, {"do": "facts"}, {"do": "pool"}, JOINING]},
+            {"llm": llm(model_64), "steps": [batch, generate(JOINING["prompts"], n=40)]},
+        ]
+    )  # fmt: skip
+    return warm, plain
+
+
+def test_one_prefix_many_suffixes(sharing):
+    """A batch whose members share 5 pages and 10 tokens of a sixth, which nobody shares, beside others."""
+    (_, once, twice, reset, cold, single, *_), plain = sharing
+    assert [r["cached"] for r in once][:7] == [hit(330)] * 7 and once[-1]["cached"] == 0
+    assert [r["cached"] for r in twice] == [hit(len(p)) for p in SHARERS + OTHERS]
+    assert reset is True and cold[0]["cached"] == cold[-1]["cached"] == 0
+    assert single[0]["cached"] == hit(330)
+    for run in (once, twice, cold):
+        assert_same(run, plain[0], shared=0.8)
+
+
+def test_reset_while_requests_run(sharing):
+    """vLLM refuses a reset while pages are in use, or preempts whoever uses them: neither changes a number."""
+    (*_, resets, facts, pool, again), plain = sharing
+    assert facts["preemptions"] >= 4
+    assert pool["free"] == pool["pages"] - 1 and pool["known"] == pool["referenced"] == 0
+    assert_same(resets, plain[1], shared=0.8)
+    assert_same(again, plain[1], shared=0.8)
+
+
+@pytest.mark.slow
+def test_one_prefix_many_suffixes_relaxed(model_64):
+    """Hits are as long as pages are shared; the window in front of 320 is there, so the sharers are exact."""
+    warm, plain = run_engines(
+        [
+            {"llm": cached(model_64, "relaxed"), "steps": sharing_steps(generate(SHARERS + OTHERS, n=24))},
+            {"llm": llm(model_64), "steps": [generate(SHARERS, n=24)]},
+        ]
+    )
+    _, once, twice, reset, cold, single = warm
+    assert [r["cached"] for r in once] == [hit(330)] * 7 + [192, 64, 0]
+    assert [r["cached"] for r in twice] == [hit(len(p)) for p in SHARERS + OTHERS]
+    assert reset is True and cold[0]["cached"] == cold[-1]["cached"] == 0 and single[0]["cached"] == hit(330)
+    assert_same(once[:7], plain[0], shared=0.8)
+    assert_same(twice[:7], plain[0], shared=0.8)

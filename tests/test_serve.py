@@ -11,12 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
+from live_server import Server, free_port
 
 from bie_vllm_plugin import serve
 from bie_vllm_plugin.plan_units import GIB, PlanError
@@ -42,12 +42,6 @@ def dry(capsys: pytest.CaptureFixture, device: serve.Device, *argv: str) -> tupl
 def value(command: list[str], flag: str) -> str:
     """What follows the last `flag`, as argparse would read it."""
     return command[len(command) - command[::-1].index(flag)]
-
-
-def free_port() -> int:
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        return trial.getsockname()[1]
 
 
 # -- flags ----------------------------------------------------------------------------------
@@ -291,6 +285,10 @@ def test_reasons_are_found_in_vllms_log() -> None:
             "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig\n",
             "  Value error, --block-size 32 does not go with it. [type=value_error, input_value=ArgsKwargs(())]\n",
         ],
+        "a process of its engine ended without a message; it was killed, or memory ran out.": [
+            "Traceback (most recent call last):\n",
+            "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n",
+        ],
         "unrecognized arguments: --nonsense.": [
             "usage: api_server.py [-h]\n",
             "api_server.py: error: unrecognized arguments: --nonsense\n",
@@ -314,46 +312,85 @@ def test_a_survived_traceback_is_shown() -> None:
     assert log.ready.is_set() and out.getvalue() == "".join(lines)
 
 
+def test_why_a_running_server_lost_its_engine() -> None:
+    """vLLM's API server then ends with status 0; `test_faults.py` kills real ones."""
+    dead = "(APIServer pid=1) ERROR 01-01 00:00:00 [async_llm.py:9] EngineDeadError: EngineCore encountered an issue\n"
+    cases = {
+        "its engine failed: CUDA error: out of memory.": [
+            "(Worker_TP1 pid=3) ERROR 01-01 00:00:00 [a.py:1] torch.AcceleratorError: CUDA error: out of memory\n", dead
+        ],
+        "Worker proc VllmWorker-1 died unexpectedly; it was killed, or memory ran out.": [
+            "(EngineCore pid=2) ERROR 01-01 00:00:00 [m.py:3] Worker proc VllmWorker-1 died unexpectedly "
+            "(exit code: None), shutting down executor.\n",
+            "(EngineCore pid=2) ERROR 01-01 00:00:00 [core.py:1] RuntimeError: cancelled\n", dead
+        ],
+        "a process of its engine ended without a message; it was killed, or memory ran out.": [
+            "(EngineCore pid=2) ERROR 01-01 00:00:00 [core.py:1] RuntimeError: cancelled\n", dead
+        ],
+    }  # fmt: skip
+    for reason, lines in cases.items():
+        log = ServerLog(io.StringIO(), io.StringIO())
+        for line in ["INFO: Application startup complete.\n", *lines[:-1]]:
+            log.feed(line)
+        assert not log.engine_ended
+        log.feed(lines[-1])
+        assert log.engine_ended and log.engine_reason() == reason
+
+
+def run_fake_server(tmp_path: Path, child: str) -> tuple[int, str]:
+    """Status and last line on stderr of `run_server` over a child that prints and ends."""
+    script = (
+        "import sys; from bie_vllm_plugin.serve_run import run_server; "
+        f"sys.exit(run_server([sys.executable, '-c', {child!r}], {{}}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    return done.returncode, (done.stderr.splitlines() or [""])[-1]
+
+
+def test_how_a_server_ends_decides_the_status(tmp_path: Path) -> None:
+    ready, dead = "print('Application startup complete.')\n", "print('EngineDeadError: gone')\n"
+    assert run_fake_server(tmp_path, ready) == (0, "")
+    assert run_fake_server(tmp_path, "print('0.32.0')") == (0, "")  # --version and its like
+    status, line = run_fake_server(tmp_path, ready + dead)
+    assert status == 1 and line.startswith("bie-serve: the server stopped: a process of its engine ended without")
+    status, line = run_fake_server(tmp_path, dead)
+    assert status == 1 and line.startswith("bie-serve: the server did not start: a process of its engine ended without")
+    status, line = run_fake_server(tmp_path, ready + "import os; os.kill(os.getpid(), 9)")
+    assert status == 1 and "vLLM was ended by signal 9 (Killed)." in line
+    assert run_fake_server(tmp_path, ready + "raise SystemExit(7)")[0] == 7
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent is gone")
+def test_a_killed_bie_serve_takes_the_server_along(tmp_path: Path) -> None:
+    child = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    script = (
+        "import sys; from bie_vllm_plugin.serve_run import run_server; "
+        f"run_server([sys.executable, '-c', {child!r}], {{}})"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    server = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    assert parent.wait(10) == -signal.SIGKILL
+    assert psutil.wait_procs([server], timeout=10)[1] == [] or server.status() == psutil.STATUS_ZOMBIE
+
+
 # -- a real server ----------------------------------------------------------------------------
-class Server:
-    """bie-serve with SmolLM2 on a CPU."""
-
-    def __init__(self, model: str, log: Path, *flags: str) -> None:
-        self.port, self.log = free_port(), log
-        env = {key: val for key, val in os.environ.items() if not key.startswith("VLLM_")}
-        self.process = subprocess.Popen(
-            [
-                sys.executable, "-m", "bie_vllm_plugin.serve", model, "--port", str(self.port), "--enforce-eager",
-                "--max-model-len", "2048", "--served-model-name", "smol", *flags,
-            ],
-            stdout=log.open("w"), stderr=subprocess.STDOUT, env=env, start_new_session=True,
-        )  # fmt: skip
-
-    def wait_ready(self, seconds: float = 180) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2)
-                return
-            except OSError:
-                time.sleep(0.5)
-        raise AssertionError(self.log.read_text()[-6000:])
-
-    def family(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+SMOL = ("--max-model-len", "2048", "--served-model-name", "smol")
 
 
 @pytest.fixture(scope="module")
 def server(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Server:
     log = tmp_path_factory.mktemp("serve") / "log"
-    running = Server(smollm2, log, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    running = Server(smollm2, log, *SMOL, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     try:
         running.wait_ready()
         yield running
     finally:
-        if running.process.poll() is None:
-            running.process.send_signal(signal.SIGINT)
-            running.process.wait(60)
+        running.stop()
 
 
 @pytest.fixture(scope="module")
@@ -473,7 +510,7 @@ def test_weights_missing_is_one_sentence(smollm2: str, tmp_path: Path) -> None:
 
 @pytest.mark.engine
 def test_ctrl_c_while_starting(smollm2: str, tmp_path: Path) -> None:
-    running = Server(smollm2, tmp_path / "log")
+    running = Server(smollm2, tmp_path / "log", *SMOL)
     deadline = time.monotonic() + 60
     while not running.family() and time.monotonic() < deadline:
         time.sleep(0.1)
