@@ -19,7 +19,7 @@ from bie_vllm_plugin.plan_formats import (
 )
 from bie_vllm_plugin.plan_layers import Layer, head_shape
 from bie_vllm_plugin.plan_model import ModelShape
-from bie_vllm_plugin.plan_pool import EngineOptions, Pool, build_pool, local_heads
+from bie_vllm_plugin.plan_pool import EngineOptions, Pool, build_pool, local_heads, longest_context
 from bie_vllm_plugin.plan_time import CARDS, StepTime, cache_read_bytes, step_time
 from bie_vllm_plugin.plan_units import MIB, PlanError, binary
 from bie_vllm_plugin.plan_weights import Weights, weigh
@@ -207,7 +207,8 @@ def plan_format(model: ModelShape, fmt: Format, request: Request, weights: Weigh
     engine = request.engine
     if reason := refusal(model, fmt, engine.settings) or drafter_refusal(engine.drafter, model, fmt):
         return FormatPlan(fmt.name, fmt.vllm, reason)
-    pool = build_pool(model, fmt, engine)
+    context, concurrency = request.context, request.concurrency
+    pool = build_pool(model, fmt, engine, context)
     skipped = skipped_layers(model, fmt, engine.skip)
     growing = [(layer, own) for layer, own in _caches(model, fmt, engine) if layer.kind in ("full", "mla")]
     per_token = sum(
@@ -222,7 +223,6 @@ def plan_format(model: ModelShape, fmt: Format, request: Request, weights: Weigh
     if left is None:
         used = weights.total + _context_bytes(request) + activation_bytes(model, request, fmt)
         left = max(0, int(request.vram * request.utilization) - used)
-    context, concurrency = request.context, request.concurrency
     return FormatPlan(
         name=fmt.name,
         vllm=fmt.vllm,
@@ -233,7 +233,7 @@ def plan_format(model: ModelShape, fmt: Format, request: Request, weights: Weigh
         per_sequence=pool.sequence_bytes(context),
         total=pool.sequence_bytes(context) * concurrency,
         pool_available=left,
-        max_context=pool.max_context(left, concurrency),
+        max_context=longest_context(model, fmt, engine, left, concurrency),
         max_concurrency=pool.max_sequences(left, context),
         nominal_sessions=int(left // (nominal * context)) if nominal else 0,
         reported_concurrency=pool.reported_concurrency(left, context),
@@ -254,8 +254,12 @@ def _caches(model: ModelShape, fmt: Format, engine: EngineOptions) -> list[tuple
 
 def needed_bytes(model: ModelShape, fmt: Format, request: Request, weights: Weights) -> int:
     """All that one GPU must hold for the request."""
-    pool = build_pool(model, fmt, request.engine).pool_bytes(request.context, request.concurrency)
+    pool = _pool_bytes(model, fmt, request)
     return weights.total + _context_bytes(request) + activation_bytes(model, request, fmt) + pool
+
+
+def _pool_bytes(model: ModelShape, fmt: Format, request: Request) -> int:
+    return build_pool(model, fmt, request.engine, request.context).pool_bytes(request.context, request.concurrency)
 
 
 def _step(model: ModelShape, fmt: Format, request: Request, weights: Weights, spilled: int = 0) -> StepTime:
@@ -308,13 +312,11 @@ def _verdict(
         change = (f"--kv-cache-dtype {other}",) if other else ()
         return f"Does not fit: {plan.refused}{'; use ' + change[0] if change else ''}.", change
     if plan.fits:
-        free = plan.pool_available - build_pool(model, fmt, request.engine).pool_bytes(
-            request.context, request.concurrency
-        )
+        free = plan.pool_available - _pool_bytes(model, fmt, request)
         return f"Fits: {what} with {fmt.name} in {where}, {binary(free)} to spare.", ()
     changes = tuple(_changes(model, request, weights, formats))
     if request.pool:
-        needed = build_pool(model, fmt, request.engine).pool_bytes(request.context, request.concurrency)
+        needed = _pool_bytes(model, fmt, request)
         limit = binary(request.pool)
     else:
         needed = needed_bytes(model, fmt, request, weights)
@@ -340,8 +342,7 @@ def _changes(
         for name in FALLBACKS
         if name != fmt.name and formats[name].fits and formats[name].per_token < mine.per_token
     ][:1]
-    pool = build_pool(model, fmt, request.engine)
-    most = pool.max_context(mine.pool_available, request.concurrency) // 64 * 64
+    most = mine.max_context // 64 * 64
     shorter = [f"--context {most} (the most that fits)"] if most >= MIN_CONTEXT else []
     if most * 4 >= request.context:  # giving up more than that is no longer cheap
         found += shorter
@@ -393,4 +394,4 @@ def _notes(model: ModelShape, request: Request, formats: dict[str, FormatPlan]) 
 
 def pool_of(plan: Plan) -> Pool:
     """The chosen format's pool."""
-    return build_pool(plan.model, FORMATS[plan.request.kv_cache_dtype], plan.request.engine)
+    return build_pool(plan.model, FORMATS[plan.request.kv_cache_dtype], plan.request.engine, plan.request.context)

@@ -6,6 +6,7 @@ as the widest group (`plan_groups`), so the pool's figures follow from the pages
 """
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from bie_vllm_plugin.plan_formats import Format, quantised, skipped_layers, toke
 from bie_vllm_plugin.plan_groups import PageKind, PageSpec, group_pages
 from bie_vllm_plugin.plan_layers import Layer
 from bie_vllm_plugin.plan_model import ModelShape
-from bie_vllm_plugin.sliding_pages import sliding_page_tokens
+from bie_vllm_plugin.sliding_pages import SlidingPages, sliding_pages
 
 MAX_TOKENS = 1 << 24
 """Contexts are searched up to here."""
@@ -126,14 +127,30 @@ class Pool:
         return low
 
 
-def build_pool(model: ModelShape, fmt: Format, options: EngineOptions) -> Pool:
-    """The pool that vLLM would build for this model and format."""
-    specs, block_outermost = layer_pages(model, fmt, options)
+def build_pool(model: ModelShape, fmt: Format, options: EngineOptions, max_model_len: int) -> Pool:
+    """The pool that vLLM would build for this model, format and `--max-model-len`."""
+    specs, block_outermost = layer_pages(model, fmt, options, max_model_len)
     return Pool(tuple(tuple(group) for group in group_pages(specs, block_outermost)), options.in_flight)
 
 
+def longest_context(model: ModelShape, fmt: Format, options: EngineOptions, pool_bytes: int, sequences: int = 1) -> int:
+    """Longest `--max-model-len` of which a pool holds so many sequences; 0 if not even one token fits.
+
+    Where layers slide the engine chooses its pages by that length (`sliding_pages`), so it is searched over.
+    """
+    if not any(layer.kind == "sliding" for layer in model.layers):
+        return build_pool(model, fmt, options, MAX_TOKENS).max_context(pool_bytes, sequences)
+
+    def too_long(context: int) -> bool:
+        return build_pool(model, fmt, options, context).pool_bytes(context, sequences) > pool_bytes
+
+    return bisect_right(range(1, MAX_TOKENS + 1), False, key=too_long)
+
+
 # -- pages of the layers -----------------------------------------------------------------
-def layer_pages(model: ModelShape, fmt: Format, options: EngineOptions) -> tuple[list[PageSpec], bool]:
+def layer_pages(
+    model: ModelShape, fmt: Format, options: EngineOptions, max_model_len: int
+) -> tuple[list[PageSpec], bool]:
     """Pages of every layer, and whether the layout packs pages of different size in a block."""
     skipped = skipped_layers(model, fmt, options.skip)
     # With nothing to quantise the engine runs as under `auto`.
@@ -155,8 +172,12 @@ def layer_pages(model: ModelShape, fmt: Format, options: EngineOptions) -> tuple
         tokens *= -(-state_page // (tokens * token))  # an attention page covers a state
         state_page = max(state_page, tokens * token)
 
-    windowed = [layer for layer in model.layers if layer.kind == "sliding"]
-    block = tokens * sum(per_token[layer] for layer in model.layers if layer.kind == "full")
+    drafted = _drafter_pages(fmt, tokens, model.itemsize, options, skipped)
+    beside = SlidingPages(tokens, 0)
+    if ours:
+        block = tokens * sum(per_token[layer] for layer in model.layers if layer.kind == "full")
+        block += sum(spec.page_bytes for spec in drafted)
+        beside = _pages_of_windows(model, options, per_token, block, skipped, max_model_len)
     bodies, windows = [], []
     for layer in model.layers:
         if layer.kind == "state":
@@ -170,20 +191,45 @@ def layer_pages(model: ModelShape, fmt: Format, options: EngineOptions) -> tuple
         kind: PageKind = "full" if layer.kind == "mla" else layer.kind
         size, page = tokens, tokens * per_token[layer]
         packing = f"{fmt.name if packed else 'auto'}:{layer.kv_heads}:{layer.head_size}:{layer.head_size_v}"
+        used = page
         if kind == "sliding" and ours:
-            held = layer.window + options.chunk
-            steps = (32,) if options.cpu else (16,)
-            size = sliding_page_tokens(tokens, steps, per_token[layer], len(windowed), block, held)
-            page = size * per_token[layer]
+            size = beside.tokens
+            used = page = size * per_token[layer]
+        elif ours and packed:
+            page += beside.padding
         elif kind == "sliding" and shared_page:
             size = max(16, shared_page // per_token[layer] // 16 * 16)
-            page = shared_page
-        bodies.append(
-            PageSpec(kind, size, page, size * per_token[layer], layer.window, packing=packing)
-        )
+            used, page = size * per_token[layer], shared_page
+        bodies.append(PageSpec(kind, size, page, used, layer.window, packing=packing))
         if ours and packed:
             windows.append(_window_pages(layer, model.itemsize, options))
-    return bodies + windows + _drafter_pages(fmt, tokens, model.itemsize, options, skipped), ours
+    return bodies + windows + drafted, ours
+
+
+def _pages_of_windows(
+    model: ModelShape,
+    options: EngineOptions,
+    per_token: dict[Layer, int],
+    block: int,
+    skipped: frozenset[int],
+    max_model_len: int,
+) -> SlidingPages:
+    """As `window_layer` chooses them; `block` is the bytes of all full-attention layers' pages."""
+    windowed = [layer for layer in model.layers if layer.kind == "sliding"]
+    if not windowed:
+        return SlidingPages(PAGE_TOKENS, 0)
+    bodies = sum(layer.kind == "full" and layer.index not in skipped for layer in model.layers)
+    same = len({layer.window for layer in windowed}) == 1
+    return sliding_pages(
+        PAGE_TOKENS,
+        (32,) if options.cpu else (16,),
+        per_token[windowed[0]],
+        len(windowed),
+        block,
+        windowed[0].window + options.chunk,
+        max_model_len,
+        bodies if same else 0,
+    )
 
 
 def _drafter_pages(

@@ -46,6 +46,16 @@ MODELS = {
         "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
         "num_key_value_heads": 2,
     },
+    # Five INT4 pages are as wide as 2.8 windowed ones: padded until three fit.
+    "padded": {
+        **LLAMA,
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": 256,
+        "query_pre_attn_scalar": 64,
+        "num_hidden_layers": 11,
+        "layer_types": ["full_attention"] * 5 + ["sliding_attention"] * 6,
+    },
     "mla": {
         **LLAMA,
         "model_type": "deepseek_v2",
@@ -158,7 +168,7 @@ def test_startup_figures_with_a_drafter(tmp_path: Path, case: tuple) -> None:
     model = load_model(folder)
     drafter = load_drafter(speculation, model, 1)
     options = EngineOptions(chunk=CHUNK, cpu=True, settings=Int4AsymConfig(**settings), drafter=drafter)
-    pool = build_pool(model, FORMATS[fmt], options)
+    pool = build_pool(model, FORMATS[fmt], options, CONTEXT)
     least = pool.pool_bytes(CONTEXT)
     engine = {"kv_cache_dtype": FORMATS[fmt].vllm, "speculative_config": speculation, "load_format": "auto"}
     if settings:
@@ -197,6 +207,7 @@ CASES = [
     ("sliding", "bf16", {}),
     ("sliding", "fp8", {}),
     ("sliding", "int4_asym", {}),
+    ("padded", "int4_asym", {}),
     ("mha", "int4_asym", {"group_size": 32, "sink_tokens": 20, "recent_tokens": 300}),
     ("mqa", "int4_asym", {}),
     ("mla", "bf16", {}),
@@ -226,12 +237,14 @@ def test_startup_figures(tmp_path: Path) -> None:
         options = EngineOptions(
             chunk=CHUNK, cpu=True, settings=Int4AsymConfig(**settings), block_size=16 if name == "mla" else None
         )
-        pool = build_pool(load_model(str(tmp_path / name)), FORMATS[fmt], options)
+        pool = build_pool(load_model(str(tmp_path / name)), FORMATS[fmt], options, CONTEXT)
         assert pool.blocks(POOL) == figures["blocks"], label
         assert pool.blocks(POOL) * pool.block_bytes == figures["bytes"], label
         assert pool.reported_tokens(POOL, CONTEXT) == figures["tokens"], label
         assert pool.reported_concurrency(POOL, CONTEXT) == pytest.approx(figures["concurrency"]), label
         assert len(pool.groups) == figures["groups"], label
+        if fmt == "int4_asym":
+            assert any(page.page_bytes > page.used_bytes for page in pool.groups[0]) == (name == "padded"), label
 
 
 @pytest.mark.engine
@@ -243,7 +256,7 @@ def test_the_smallest_pool_boots_and_one_block_less_does_not(tmp_path: Path) -> 
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODELS[name]))
-        pool = build_pool(load_model(str(folder)), FORMATS[fmt], EngineOptions(chunk=CHUNK, cpu=True))
+        pool = build_pool(load_model(str(folder)), FORMATS[fmt], EngineOptions(chunk=CHUNK, cpu=True), CONTEXT)
         least = pool.pool_bytes(CONTEXT)
         assert pool.max_context(least) >= CONTEXT > pool.max_context(least - 1)
         llm = {"kv_cache_dtype": FORMATS[fmt].vllm}
@@ -260,7 +273,7 @@ def test_the_smallest_pool_boots_and_one_block_less_does_not(tmp_path: Path) -> 
 
 
 # -- vLLM's own grouping on the specs of larger models, without an engine -----------------
-def _vllm_specs(model, fmt, options: EngineOptions) -> dict:
+def _vllm_specs(model, fmt, options: EngineOptions, context: int) -> dict:
     """The specs that the layers would hand to vLLM on a GPU, by vLLM's and the plugin's own classes."""
     import torch
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
@@ -269,7 +282,7 @@ def _vllm_specs(model, fmt, options: EngineOptions) -> dict:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, get_kv_quant_mode, replace_as
 
     from bie_vllm_plugin.cache_spec import BodySpec, body_spec, window_spec
-    from bie_vllm_plugin.sliding_pages import sliding_page_tokens
+    from bie_vllm_plugin.sliding_pages import sliding_pages
 
     ours = fmt.name == "int4_asym"
     count = model.text["num_hidden_layers"]
@@ -302,14 +315,19 @@ def _vllm_specs(model, fmt, options: EngineOptions) -> dict:
                 spec = replace_as(spec, BodySpec)
         backend = TurboQuantAttentionBackend if fmt.name.startswith("turboquant") else TritonAttentionBackend
         specs[name] = spec if ours else backend.customize_spec(spec)
-    if ours:  # as window_layer.sliding_spec_of does, beside FlashAttention's pages of 16
+    drafter = _drafter_specs(fmt, options)
+    if ours:  # as window_layer does, beside FlashAttention's pages of 16
         sliding = {name: spec for name, spec in specs.items() if type(spec) is SlidingWindowSpec}
-        block = sum(spec.page_size_bytes for name, spec in specs.items() if name not in sliding)
+        full = {name: spec for name, spec in specs.items() if name not in sliding}
+        block = sum(spec.page_size_bytes for spec in [*full.values(), *drafter.values()])
+        bodies = [name for name, spec in full.items() if spec.dtype == torch.uint8]
         for name, spec in sliding.items():
-            held = spec.sliding_window + options.chunk
-            tokens = sliding_page_tokens(64, [16], spec.page_size_bytes // 64, len(sliding), block, held)
+            held, token = spec.sliding_window + options.chunk, spec.page_size_bytes // 64
+            tokens, padding = sliding_pages(64, [16], token, len(sliding), block, held, context, len(bodies))
             specs[name] = replace(spec, block_size=tokens)
-    return {**specs, **windows, **_drafter_specs(fmt, options)}
+        for name in bodies if sliding and padding else ():
+            specs[name] = replace(full[name], page_size_padded=full[name].page_size_bytes + padding)
+    return {**specs, **windows, **drafter}
 
 
 def _window_of_drafter(drafter: Drafter | None) -> dict:
@@ -385,6 +403,7 @@ GPU_CASES = [
     ("Qwen2.5-7B-Instruct-AWQ", {}),
     ("Gemma-3-4B", {}),
     ("Gemma-3-4B", {"chunk": 512, "skip": frozenset({5})}),
+    ("Gemma-3-4B", {"chunk": 8192, "tp": 2}),
 ]
 
 
@@ -424,11 +443,11 @@ def test_grouping_equals_vllms(name: str, engine: dict, fmt: str) -> None:
     if fmt.startswith("turboquant"):  # the platform enlarges the pages first
         from bie_vllm_plugin.plan_pool import layer_pages
 
-        pages, _ = layer_pages(model, fmt_, options)
+        pages, _ = layer_pages(model, fmt_, options, context)
         options = EngineOptions(**{**engine, "block_size": pages[0].tokens})
-    specs = _vllm_specs(model, fmt_, options)
+    specs = _vllm_specs(model, fmt_, options, context)
     expected = _vllm_figures(specs, LAYOUTS.get(fmt, "LBNHC"), options, context)
-    pool = build_pool(model, fmt_, EngineOptions(**engine))
+    pool = build_pool(model, fmt_, EngineOptions(**engine), context)
     assert (pool.block_bytes, pool.blocks_per_sequence(context), len(pool.groups)) == expected
 
 
@@ -446,12 +465,13 @@ def test_grouping_with_a_drafter_equals_vllms(
     drafter = load_drafter(speculation, model, engine.get("tp", 1))
     assert not drafter_refusal(drafter, model, FORMATS[fmt])
     options = EngineOptions(**engine, drafter=drafter)
-    specs = _vllm_specs(model, FORMATS[fmt], options)
-    expected = _vllm_figures(specs, LAYOUTS.get(fmt, "LBNHC"), options, 20_000)
-    pool = build_pool(model, FORMATS[fmt], options)
-    assert (pool.block_bytes, pool.blocks_per_sequence(20_000), len(pool.groups)) == expected
-    without = build_pool(model, FORMATS[fmt], EngineOptions(**engine))
-    assert pool.sequence_bytes(20_000) > without.sequence_bytes(20_000)
+    context = 20_000
+    specs = _vllm_specs(model, FORMATS[fmt], options, context)
+    expected = _vllm_figures(specs, LAYOUTS.get(fmt, "LBNHC"), options, context)
+    pool = build_pool(model, FORMATS[fmt], options, context)
+    assert (pool.block_bytes, pool.blocks_per_sequence(context), len(pool.groups)) == expected
+    without = build_pool(model, FORMATS[fmt], EngineOptions(**engine), context)
+    assert pool.sequence_bytes(context) > without.sequence_bytes(context)
 
 
 def test_window_and_body_are_the_plugins() -> None:
@@ -471,7 +491,7 @@ def test_window_and_body_are_the_plugins() -> None:
     ):
         settings = Int4AsymConfig(**window_settings)
         options = EngineOptions(settings=settings, drafter=drafter)
-        pages, outermost = layer_pages(model, FORMATS["int4_asym"], options)
+        pages, outermost = layer_pages(model, FORMATS["int4_asym"], options, 5000)
         assert outermost
         body, window = pages[0], next(page for page in pages if page.kind == "window")
         extra = _window_of_drafter(drafter)
@@ -496,7 +516,7 @@ def test_aligned_pages() -> None:
     model = load_model(str(MODELS_DIR / "Llama-3.1-8B"))
     for name in ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"):
         slot = TurboQuantConfig.from_cache_dtype(name, 128).slot_size_aligned
-        pages, _ = layer_pages(model, FORMATS[name], EngineOptions())
+        pages, _ = layer_pages(model, FORMATS[name], EngineOptions(), 5000)
         packed = next(page for page in pages if page.packing.startswith(name))
         assert packed.page_bytes == packed.tokens * 8 * slot
         # vLLM's rule: whole kernel blocks of 16 until a packed page covers 16 tokens in 16 bits.
