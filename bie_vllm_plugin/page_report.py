@@ -32,7 +32,10 @@ def log_pages(manager: Any) -> None:
     blocks = ideal = 0
     for group, pages in zip(groups, pages_of_request(manager), strict=True):
         spec = group.kv_cache_spec
-        own = [page_of[name] if packed else spec.unpadded_page_size_bytes for name in group.layer_names]
+        own = [
+            page_of[name] if packed and page_of[name] != spec.page_size_bytes else spec.unpadded_page_size_bytes
+            for name in group.layer_names
+        ]
         blocks += pages
         ideal += pages * sum(own)
     over = 100 * (blocks * block_bytes / ideal - 1)

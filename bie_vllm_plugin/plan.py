@@ -15,9 +15,10 @@ import sys
 from collections.abc import Sequence
 
 from bie_vllm_plugin.config import DTYPE_NAME, Int4AsymConfig
+from bie_vllm_plugin.plan_drafter import Drafter, load_drafter, parse_speculation
 from bie_vllm_plugin.plan_fit import Plan, Request, make_plan
 from bie_vllm_plugin.plan_formats import FORMATS, format_of
-from bie_vllm_plugin.plan_model import load_model
+from bie_vllm_plugin.plan_model import ModelShape, load_model
 from bie_vllm_plugin.plan_pool import MAX_TOKENS, EngineOptions
 from bie_vllm_plugin.plan_time import find_card, typical_card
 from bie_vllm_plugin.plan_units import GIB, PlanError, parse_bytes, parse_rate
@@ -68,7 +69,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--kv-recent-tokens", metavar="N", type=int, help="int4_asym: recent tokens in 16 bits (128)")
     add("--kv-group-size", metavar="N", type=int, help="int4_asym: elements per scale, 64 or 32 (64)")
     add("--skip-layers", metavar="I,J", default="", help="layers kept in 16 bits")
-    add("--speculative-draft-tokens", metavar="N", type=_count(0), default=0, help="drafts per step (0)")
+    add("--speculative-draft-tokens", metavar="N", type=_count(0), default=0, help="drafts per step by n-gram (0)")
+    add("--speculative-config", metavar="JSON", help="a draft model, EAGLE head or MTP, as vLLM takes it")
     add("--pool", metavar="SIZE", help="plan for a KV pool of this size instead of a card")
     add("--utilization", metavar="X", type=float, default=0.92, help="share of the card for vLLM (0.92)")
     add("--reserve", metavar="SIZE", help="CUDA context and libraries (estimate: 512MiB)")
@@ -81,8 +83,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def request_of(args: argparse.Namespace) -> Request:
-    """The planner's request of parsed arguments.
+def request_of(args: argparse.Namespace, model: ModelShape) -> Request:
+    """The planner's request of parsed arguments; a drafter is looked up beside its target.
 
     Raises:
         PlanError: one sentence that names setting, value and way out.
@@ -126,12 +128,23 @@ def request_of(args: argparse.Namespace) -> Request:
             block_size=args.block_size,
             tp=args.tensor_parallel,
             chunk=args.chunked_prefill_size,
-            drafts=args.speculative_draft_tokens,
+            drafter=_drafter_of(args, model),
             skip=skip,
             cpu=args.cpu,
             settings=settings,
         ),
     )
+
+
+def _drafter_of(args: argparse.Namespace, model: ModelShape) -> Drafter | None:
+    drafts, config = args.speculative_draft_tokens, args.speculative_config
+    if config is None:
+        return Drafter("ngram", drafts) if drafts else None
+    if drafts:
+        raise PlanError(
+            f"--speculative-draft-tokens {drafts} and --speculative-config say the same twice; leave one out."
+        )
+    return load_drafter(parse_speculation(config), model, args.tensor_parallel)
 
 
 def plan_of(argv: Sequence[str]) -> Plan:
@@ -141,14 +154,19 @@ def plan_of(argv: Sequence[str]) -> Plan:
         PlanError: bad input, as one sentence.
     """
     args = build_parser().parse_args(list(argv))
-    return make_plan(load_model(args.model), request_of(args))
+    return _planned(args)
+
+
+def _planned(args: argparse.Namespace) -> Plan:
+    model = load_model(args.model)
+    return make_plan(model, request_of(args, model))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 fits, 3 does not fit, 2 bad input."""
     try:
         args = build_parser().parse_args(argv)
-        plan = make_plan(load_model(args.model), request_of(args))
+        plan = _planned(args)
         if args.plot:
             from bie_vllm_plugin.plan_plot import plot
 

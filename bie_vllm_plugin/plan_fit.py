@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from bie_kernels.layout import SLICE_BYTES, SLICE_ROWS
 from bie_vllm_plugin.config import DTYPE_NAME
+from bie_vllm_plugin.plan_drafter import drafter_refusal, with_drafter
 from bie_vllm_plugin.plan_formats import (
     FORMATS,
     Format,
@@ -16,9 +17,9 @@ from bie_vllm_plugin.plan_formats import (
     text_only,
     token_bytes,
 )
-from bie_vllm_plugin.plan_layers import head_shape
+from bie_vllm_plugin.plan_layers import Layer, head_shape
 from bie_vllm_plugin.plan_model import ModelShape
-from bie_vllm_plugin.plan_pool import EngineOptions, Pool, build_pool, local_heads
+from bie_vllm_plugin.plan_pool import EngineOptions, Pool, build_pool, local_heads, longest_context
 from bie_vllm_plugin.plan_time import CARDS, StepTime, cache_read_bytes, step_time
 from bie_vllm_plugin.plan_units import MIB, PlanError, binary
 from bie_vllm_plugin.plan_weights import Weights, weigh
@@ -154,7 +155,7 @@ def make_plan(model: ModelShape, request: Request) -> Plan:
         PlanError: a setting without meaning for this model.
     """
     _check(model, request)
-    weights = weigh(model, request.weights, request.engine.tp)
+    weights = all_weights(model, request, request.weights)
     chosen = FORMATS[request.kv_cache_dtype]
     context_bytes, budget = _context_bytes(request), int(request.vram * request.utilization)
     formats = {fmt.name: plan_format(model, fmt, request, weights) for fmt in FORMATS.values()}
@@ -171,6 +172,12 @@ def make_plan(model: ModelShape, request: Request) -> Plan:
         changes=changes,
         notes=_notes(model, request, formats),
     )
+
+
+def all_weights(model: ModelShape, request: Request, choice: str) -> Weights:
+    """Weights of one GPU, a drafter's included."""
+    tp = request.engine.tp
+    return with_drafter(weigh(model, choice, tp), request.engine.drafter, model, choice, tp)
 
 
 def _check(model: ModelShape, request: Request) -> None:
@@ -198,24 +205,24 @@ def _context_bytes(request: Request) -> int:
 def plan_format(model: ModelShape, fmt: Format, request: Request, weights: Weights) -> FormatPlan:
     """One format's figures on one GPU."""
     engine = request.engine
-    if reason := refusal(model, fmt, engine.settings):
+    if reason := refusal(model, fmt, engine.settings) or drafter_refusal(engine.drafter, model, fmt):
         return FormatPlan(fmt.name, fmt.vllm, reason)
-    pool = build_pool(model, fmt, engine)
+    context, concurrency = request.context, request.concurrency
+    pool = build_pool(model, fmt, engine, context)
     skipped = skipped_layers(model, fmt, engine.skip)
-    growing = [layer for layer in model.layers if layer.kind in ("full", "mla")]
+    growing = [(layer, own) for layer, own in _caches(model, fmt, engine) if layer.kind in ("full", "mla")]
     per_token = sum(
-        token_bytes(layer, fmt, model.itemsize, engine.settings, skipped) * local_heads(layer, engine.tp)
-        for layer in growing
+        token_bytes(layer, own, model.itemsize, engine.settings, skipped) * local_heads(layer, engine.tp)
+        for layer, own in growing
     )
     nominal = sum(
-        nominal_bytes(layer, fmt, model.itemsize, engine.settings) * local_heads(layer, engine.tp)
-        for layer in growing
+        nominal_bytes(layer, own, model.itemsize, engine.settings) * local_heads(layer, engine.tp)
+        for layer, own in growing
     )
     left = request.pool
     if left is None:
         used = weights.total + _context_bytes(request) + activation_bytes(model, request, fmt)
         left = max(0, int(request.vram * request.utilization) - used)
-    context, concurrency = request.context, request.concurrency
     return FormatPlan(
         name=fmt.name,
         vllm=fmt.vllm,
@@ -226,7 +233,7 @@ def plan_format(model: ModelShape, fmt: Format, request: Request, weights: Weigh
         per_sequence=pool.sequence_bytes(context),
         total=pool.sequence_bytes(context) * concurrency,
         pool_available=left,
-        max_context=pool.max_context(left, concurrency),
+        max_context=longest_context(model, fmt, engine, left, concurrency),
         max_concurrency=pool.max_sequences(left, context),
         nominal_sessions=int(left // (nominal * context)) if nominal else 0,
         reported_concurrency=pool.reported_concurrency(left, context),
@@ -238,22 +245,34 @@ def plan_format(model: ModelShape, fmt: Format, request: Request, weights: Weigh
     )
 
 
+def _caches(model: ModelShape, fmt: Format, engine: EngineOptions) -> list[tuple[Layer, Format]]:
+    """Every layer's cache with its format, a drafter's included."""
+    drafter = engine.drafter
+    drafted = [(layer, drafter.format_beside(fmt)) for layer in drafter.layers] if drafter else []
+    return [(layer, fmt) for layer in model.layers] + drafted
+
+
 def needed_bytes(model: ModelShape, fmt: Format, request: Request, weights: Weights) -> int:
     """All that one GPU must hold for the request."""
-    pool = build_pool(model, fmt, request.engine).pool_bytes(request.context, request.concurrency)
+    pool = _pool_bytes(model, fmt, request)
     return weights.total + _context_bytes(request) + activation_bytes(model, request, fmt) + pool
+
+
+def _pool_bytes(model: ModelShape, fmt: Format, request: Request) -> int:
+    return build_pool(model, fmt, request.engine, request.context).pool_bytes(request.context, request.concurrency)
 
 
 def _step(model: ModelShape, fmt: Format, request: Request, weights: Weights, spilled: int = 0) -> StepTime:
     skipped = skipped_layers(model, fmt, request.engine.skip)
     sizes = []
-    for layer in model.layers:
+    for number, (layer, own) in enumerate(_caches(model, fmt, request.engine)):
+        passes = 1 if number < len(model.layers) else request.engine.drafts  # a drafter reads its cache for each draft
         if layer.kind == "state":
             assert layer.state is not None
             sizes.append((layer, layer.state.page_bytes(request.engine.tp)))
         else:
-            size = token_bytes(layer, fmt, model.itemsize, request.engine.settings, skipped)
-            sizes.append((layer, size * local_heads(layer, request.engine.tp)))
+            size = token_bytes(layer, own, model.itemsize, request.engine.settings, skipped)
+            sizes.append((layer, passes * size * local_heads(layer, request.engine.tp)))
     cache = cache_read_bytes(sizes, request.context)
     if fmt.name == DTYPE_NAME:  # the window is read in 16 bits besides
         settings = request.engine.settings
@@ -293,13 +312,11 @@ def _verdict(
         change = (f"--kv-cache-dtype {other}",) if other else ()
         return f"Does not fit: {plan.refused}{'; use ' + change[0] if change else ''}.", change
     if plan.fits:
-        free = plan.pool_available - build_pool(model, fmt, request.engine).pool_bytes(
-            request.context, request.concurrency
-        )
+        free = plan.pool_available - _pool_bytes(model, fmt, request)
         return f"Fits: {what} with {fmt.name} in {where}, {binary(free)} to spare.", ()
     changes = tuple(_changes(model, request, weights, formats))
     if request.pool:
-        needed = build_pool(model, fmt, request.engine).pool_bytes(request.context, request.concurrency)
+        needed = _pool_bytes(model, fmt, request)
         limit = binary(request.pool)
     else:
         needed = needed_bytes(model, fmt, request, weights)
@@ -325,8 +342,7 @@ def _changes(
         for name in FALLBACKS
         if name != fmt.name and formats[name].fits and formats[name].per_token < mine.per_token
     ][:1]
-    pool = build_pool(model, fmt, request.engine)
-    most = pool.max_context(mine.pool_available, request.concurrency) // 64 * 64
+    most = mine.max_context // 64 * 64
     shorter = [f"--context {most} (the most that fits)"] if most >= MIN_CONTEXT else []
     if most * 4 >= request.context:  # giving up more than that is no longer cheap
         found += shorter
@@ -335,7 +351,7 @@ def _changes(
         found.append(f"--concurrency {mine.max_concurrency}")
     if request.pool is None:
         for choice in ("fp8", "int4"):
-            lighter = weigh(model, choice, request.engine.tp)
+            lighter = all_weights(model, request, choice)
             if lighter.total < weights.total and plan_format(model, fmt, request, lighter).fits:
                 found.append(f"--weights {choice} (a checkpoint in {choice})")
                 break
@@ -363,6 +379,11 @@ def _notes(model: ModelShape, request: Request, formats: dict[str, FormatPlan]) 
         )
     if text_only(model, FORMATS[request.kv_cache_dtype]):
         notes.append(f"{DTYPE_NAME} serves {model.name} as a language model only: add --language-model-only.")
+    if request.engine.drafter:
+        notes.append(
+            f"A step with {request.engine.drafts} drafts yields 1 to {request.engine.drafts + 1} tokens per sequence; "
+            "rates count one."
+        )
     keeps = FORMATS[request.kv_cache_dtype].keeps
     if keeps:
         notes.append(f"vLLM keeps the first and last {keeps} layers in 16 bits with {request.kv_cache_dtype}.")
@@ -373,4 +394,4 @@ def _notes(model: ModelShape, request: Request, formats: dict[str, FormatPlan]) 
 
 def pool_of(plan: Plan) -> Pool:
     """The chosen format's pool."""
-    return build_pool(plan.model, FORMATS[plan.request.kv_cache_dtype], plan.request.engine)
+    return build_pool(plan.model, FORMATS[plan.request.kv_cache_dtype], plan.request.engine, plan.request.context)

@@ -45,7 +45,7 @@ def plot(plan: Plan, path: str) -> None:
         fmt = plan.formats[name]
         if fmt.refused:
             continue
-        pool = build_pool(plan.model, FORMATS[name], request.engine)
+        pool = build_pool(plan.model, FORMATS[name], request.engine, request.context)
         fixed = plan.weights.total + plan.context_bytes + activation_bytes(plan.model, request, FORMATS[name])
         totals = [fixed + pool.pool_bytes(context, request.concurrency) for context in contexts]
         colour, line = STYLES[name]

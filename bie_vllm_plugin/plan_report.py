@@ -12,6 +12,8 @@ from bie_vllm_plugin.plan_units import GIB, MIB, binary, both
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from bie_vllm_plugin.plan_drafter import Drafter
+
 JSON_VERSION = 1
 """Raised when a key of the JSON changes its meaning or goes away; new keys may come without."""
 
@@ -75,6 +77,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "weights_bytes": plan.weights.total,
         "weights_kind": plan.weights.kind,
         "weights_source": plan.weights.source,
+        "drafter_bytes": plan.weights.drafter,
         "cuda_context_bytes": plan.context_bytes,
         "activation_bytes": plan.activation,
         "kv_cache_dtype": request.kv_cache_dtype,
@@ -123,7 +126,10 @@ def print_plan(plan: Plan, console: Console) -> None:
     memory.add_column("part")
     memory.add_column("size", justify="right")
     memory.add_column("from")
-    memory.add_row(f"weights, {plan.weights.kind}", both(plan.weights.total), plan.weights.source)
+    target = plan.weights.total - plan.weights.drafter
+    memory.add_row(f"weights, {plan.weights.kind}", both(target), plan.weights.source)
+    if drafter := request.engine.drafter:
+        memory.add_row(f"drafter, {drafter.method}", both(plan.weights.drafter), _drafter_source(drafter))
     if request.pool is None:
         stated = "--reserve" if request.reserve is not None else "estimate; --reserve replaces it"
         memory.add_row("CUDA context, libraries", both(plan.context_bytes), stated)
@@ -147,6 +153,13 @@ def print_plan(plan: Plan, console: Console) -> None:
     for note in plan.notes:
         console.print(f"Note: {note}", soft_wrap=True, highlight=False)
     console.print(plan.sentence, style="bold", soft_wrap=True, highlight=False)
+
+
+def _drafter_source(drafter: Drafter) -> str:
+    layers = f"{len(drafter.layers)} layers in the KV pool" if drafter.layers else "no model, no cache"
+    if drafter.method == "mtp":
+        layers += "; in the weights where those are from files"
+    return f"{drafter.drafts} drafts a step; {layers}"
 
 
 def _print_formats(plan: Plan, console: Console) -> None:

@@ -63,12 +63,14 @@ class Weights:
         per_step: bytes that a decode step of one token reads.
         kind: precision of the matrices, for people.
         source: where `total` comes from, for people.
+        drafter: of `total`, those of a drafter.
     """
 
     total: int
     per_step: int
     kind: str
     source: str
+    drafter: int = 0
 
 
 def count_parameters(model: ModelShape) -> Parameters:
@@ -82,25 +84,13 @@ def count_parameters(model: ModelShape) -> Parameters:
     kinds: dict[int, set[str]] = {}
     for layer in model.layers:
         kinds.setdefault(layer.index, set()).add(layer.kind)
-    pattern = text.get("hybrid_override_pattern")
     for index in range(count):
-        # A layer without a cache still has weights: it shares another's keys, or is an MLP (pattern '-').
-        has = kinds.get(index, set() if pattern else {"full"})
-        if has - {"state"}:
-            matrices += _attention_matrices(text)
-        if "state" in has:
-            matrices += _state_matrices(model, index)
-        if pattern and pattern[index] != "-":
-            continue  # Nemotron-H: a layer is either attention, a state or an MLP
-        dense, routed, routed_active, router = _mlp(text, index)
-        matrices += dense + routed
-        experts += routed
-        active += routed_active
-        rest += router
-    rest += (4 if "gemma" in model.model_type else 2) * count * hidden + hidden  # norms
-    if text.get("attention_bias") or model.model_type.startswith("qwen2"):
-        heads, kv_heads, size, v_size = head_shape(text)
-        rest += count * (heads * size + kv_heads * (size + v_size))
+        one = layer_parameters(model, index, kinds.get(index, set()))
+        matrices += one.matrices
+        experts += one.experts
+        active += one.active_experts
+        rest += one.rest
+    rest += hidden  # the last norm
     return Parameters(
         embedding=vocab * hidden,
         head=0 if tied else vocab * hidden,
@@ -110,6 +100,28 @@ def count_parameters(model: ModelShape) -> Parameters:
         rest=rest,
         vision=_vision(model),
     )
+
+
+def layer_parameters(model: ModelShape, index: int, kinds: set[str]) -> Parameters:
+    """Parameters of one decoder layer with caches of these kinds, norms and biases in `rest`."""
+    text, hidden = model.text, int(model.text["hidden_size"])
+    matrices = experts = active = 0
+    rest = (4 if "gemma" in model.model_type else 2) * hidden  # norms
+    if text.get("attention_bias") or model.model_type.startswith(("qwen2", "mimo")):
+        heads, kv_heads, size, v_size = head_shape(text)
+        rest += heads * size + kv_heads * (size + v_size)
+    pattern = text.get("hybrid_override_pattern")
+    # A layer without a cache still has weights: it shares another's keys, or is an MLP (pattern '-').
+    has = kinds or (set() if pattern else {"full"})
+    if has - {"state"}:
+        matrices += _attention_matrices(text)
+    if "state" in has:
+        matrices += _state_matrices(model, index)
+    if not pattern or pattern[index] == "-":  # Nemotron-H: a layer is either attention, a state or an MLP
+        dense, experts, active, router = _mlp(text, index)
+        matrices += dense + experts
+        rest += router
+    return Parameters(0, 0, matrices, experts, active, rest, 0)
 
 
 def _attention_matrices(text: dict[str, Any]) -> int:
@@ -217,21 +229,23 @@ CHOSEN_BITS = {"bf16": 16.0, "fp8": 8.0, "int4": 4 + 20 / 128}
 """Bits per element of a matrix for `--weights`; int4 in groups of 128 as AWQ packs them."""
 
 
-def weigh(model: ModelShape, choice: str, tp: int) -> Weights:
+def weigh(model: ModelShape, choice: str, tp: int, count: Parameters | None = None) -> Weights:
     """Bytes of the weights on one of `tp` GPUs.
 
     Args:
         model: the model.
         choice: auto (as the checkpoint is), bf16, fp8 or int4.
         tp: GPUs; norms are on all of them.
+        count: parameters of a part of the model; None for all of it, by its files where there are some.
 
     Raises:
         PlanError: an unknown choice or an unknown quantisation.
     """
     if choice not in WEIGHT_CHOICES:
         raise PlanError(f"--weights {choice} is not offered; choose from {', '.join(WEIGHT_CHOICES)}.")
+    whole = count is None
     try:
-        count = count_parameters(model)
+        count = count or count_parameters(model)
     except (KeyError, TypeError, IndexError) as error:
         raise PlanError(
             f"{model.name}: the shapes of model type {model.model_type!r} are not as bie-plan knows them ({error!r})."
@@ -244,7 +258,7 @@ def weigh(model: ModelShape, choice: str, tp: int) -> Weights:
     sixteen = (count.embedding + count.head + count.vision) * dense
     total = packed + sixteen + count.rest * dense
     source = "shapes in the config, embeddings and lm_head in 16 bits"
-    if choice == "auto" and model.index_bytes:
+    if choice == "auto" and whole and model.index_bytes:
         total, source = float(model.index_bytes) * _cast(model), "safetensors index or files"
     # A step reads every matrix once, of the experts those chosen, of the embedding a row.
     idle = (count.experts - count.active_experts) * bits / 8

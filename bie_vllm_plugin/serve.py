@@ -22,6 +22,7 @@ import psutil
 
 from bie_vllm_plugin.config import Int4AsymConfig
 from bie_vllm_plugin.plan import EXIT_DOES_NOT_FIT, EXIT_ERROR
+from bie_vllm_plugin.plan_drafter import load_drafter
 from bie_vllm_plugin.plan_fit import Plan, Request, make_plan, pool_of
 from bie_vllm_plugin.plan_formats import format_of
 from bie_vllm_plugin.plan_model import ModelShape, load_model
@@ -114,7 +115,7 @@ def plan_request(settings: Settings, model: ModelShape, device: Device) -> Reque
     skip = frozenset(
         int(part) for part in options.get("kv_cache_dtype_skip_layers") or () if str(part).lstrip("-").isdigit()
     )
-    speculation = options.get("speculative_config") or {}
+    speculation = options.get("speculative_config")
     pool = options.get("kv_cache_memory_bytes")
     if pool is None and device.cpu:
         pool = kv_space_of_environment()
@@ -139,7 +140,7 @@ def plan_request(settings: Settings, model: ModelShape, device: Device) -> Reque
             block_size=options.get("block_size"),
             tp=tp,
             chunk=int(options.get("max_num_batched_tokens") or 2048),
-            drafts=int(speculation.get("num_speculative_tokens") or 0),
+            drafter=load_drafter(speculation, model, tp) if speculation else None,
             skip=skip,
             cpu=device.cpu,
             settings=Int4AsymConfig.parse(settings.window),

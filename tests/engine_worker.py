@@ -92,6 +92,16 @@ def _cache_views(llm) -> list[tuple]:  # noqa: ANN001
     ]
 
 
+def _cache_strides(llm) -> dict[str, tuple[int, int]]:  # noqa: ANN001
+    """(bytes from block to block, offset in the pool) of every bound cache, in-process engines only."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    caches = {name: layer.kv_cache for name, layer in layers.items() if hasattr(layer, "kv_cache")}
+    return {
+        name: (cache.stride(0) * cache.element_size(), cache.storage_offset() * cache.element_size())
+        for name, cache in caches.items()
+    }
+
+
 def _guard_drafter(llm) -> None:  # noqa: ANN001
     """From now on: poisoned bodies and windows, and a byte that a drafter writes elsewhere is an error.
 
@@ -148,6 +158,8 @@ def _run_step(llm, step: dict):  # noqa: ANN001, ANN202
             return _facts(llm)
         case "cache_views":
             return _cache_views(llm)
+        case "cache_strides":
+            return _cache_strides(llm)
         case "guard_drafter":
             return _guard_drafter(llm)
         case "guard_counts":

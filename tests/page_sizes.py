@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -30,7 +31,7 @@ import bie_vllm_plugin
 from bie_kernels.layout import PageLayout
 from bie_vllm_plugin.cache_spec import BodySpec, body_spec, window_spec
 from bie_vllm_plugin.config import Int4AsymConfig
-from bie_vllm_plugin.sliding_pages import sliding_page_tokens
+from bie_vllm_plugin.sliding_pages import sliding_pages
 
 bie_vllm_plugin.register()
 register_all_kvcache_specs(None)
@@ -86,9 +87,12 @@ def specs(pattern: tuple, dtype: str) -> dict:
     full = layers // every if every else 0
     block = full * body.page_size_bytes + skipped * (dense.page_size_bytes - body.page_size_bytes)
     held = (window or 0) + IN_FLIGHT
-    tokens = sliding_page_tokens(64, [FLASH], 4 * heads * head, layers - full, block, held)
-    if not ours or not full:  # without a full layer the plugin leaves everything alone
-        tokens = 16
+    tokens = 16
+    if ours and full and full < layers:  # without a full layer the plugin leaves everything alone
+        choice = (64, [FLASH], 4 * heads * head, layers - full, block, held, LENGTH, full - skipped)
+        tokens, padding = sliding_pages(*choice)
+        if padding:
+            body = replace(body, page_size_padded=body.page_size_bytes + padding)
     result: dict = {}
     for layer in range(layers):
         name = f"model.layers.{layer}.self_attn.attn"
@@ -114,7 +118,8 @@ def plan(pattern: tuple, dtype: str) -> dict:
     if vllm_config.cache_config.kv_cache_layout == "LBHNC":
         block = POOL // config.num_blocks
     pages = [-(-g.kv_cache_spec.max_memory_usage_bytes(vllm_config) // g.kv_cache_spec.page_size_bytes) for g in groups]
-    ideal = sum(spec.max_memory_usage_bytes(vllm_config) for spec in wanted.values())
+    plain = [replace(spec, page_size_padded=None) for spec in wanted.values()]
+    ideal = sum(spec.max_memory_usage_bytes(vllm_config) for spec in plain)
     scheduler_block, hash_block = resolve_kv_cache_block_sizes(config, vllm_config)
     return {
         "groups": len(groups), "overhead": sum(pages) * block / ideal - 1, "alignment": scheduler_block,

@@ -38,6 +38,7 @@ PLAN_FLAGS = {
          "--block-size", "--kv-sink-tokens", "--kv-recent-tokens", "--kv-group-size", "--speculative-draft-tokens",
          "--pool", "--utilization", "--reserve", "--bandwidth", "--pcie"], NUMBERS,
     ),
+    "--speculative-config": OBJECTS,
     **dict.fromkeys(["--card", "--weights", "--kv-cache-dtype", "--skip-layers"], WORDS | NUMBERS),
     **dict.fromkeys(["--json", "--markdown", "--cpu"], st.none()),
 }  # fmt: skip

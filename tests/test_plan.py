@@ -72,6 +72,107 @@ def test_128k_on_24_gb() -> None:
     assert planned(*line, "--weights", "fp8")["fits"]
 
 
+# -- drafters -----------------------------------------------------------------------------
+def _head(folder: Path, **changes: object) -> str:
+    """A drafter's config for Llama-3.1-8B, an EAGLE-3 head's if nothing is changed."""
+    folder.mkdir()
+    config = {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 1,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "draft_vocab_size": 32000,
+        "tie_word_embeddings": False, **changes,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def _speculate(**config: object) -> tuple[str, str]:
+    return "--speculative-config", json.dumps(config)
+
+
+def test_a_drafter_costs_weights_and_pages(tmp_path: Path) -> None:
+    head = _head(tmp_path / "head")
+    plain = planned(LLAMA_8B, "--vram", "24GiB")
+    drafted = planned(LLAMA_8B, "--vram", "24GiB", *_speculate(method="eagle3", model=head, num_speculative_tokens=3))
+    # Projection of three states, attention on state and embedding, MLP, its own lm_head; the embedding is shared.
+    own = 3 * 4096**2 + 8192 * (4096 + 2 * 1024) + 4096**2 + 3 * 4096 * 14336 + 32000 * 4096
+    assert drafted["drafter_bytes"] == pytest.approx(2 * own, rel=1e-3)
+    assert drafted["weights_bytes"] == plain["weights_bytes"] + drafted["drafter_bytes"]
+    for name, extra in {"bf16": 4096, "fp8": 2048, "int4_asym": 4096}.items():  # int4_asym leaves it in 16 bits
+        before, after = (one["formats"][name]["bytes_per_token"] for one in (plain, drafted))
+        assert after == before + extra
+    # A page of the window is as wide as a block: 32 bodies and the head's dense page; R grew by 3 drafts and 64.
+    pages = 65536 // 64 + 1 + -(-(128 + 3 + 63 + 64 + 2 * 7 - 1) // 16) + 1
+    assert drafted["formats"]["int4_asym"]["bytes_per_sequence"] == pages * 64 * (36864 + 4096)
+    assert drafted["formats"]["int4_asym"]["max_tokens_per_second"] < plain["formats"]["int4_asym"][
+        "max_tokens_per_second"]  # fmt: skip
+    assert any("yields 1 to 4 tokens" in note for note in drafted["notes"])
+    again = planned(LLAMA_8B, "--speculative-draft-tokens", "3")
+    assert again == planned(LLAMA_8B, *_speculate(method="ngram", num_speculative_tokens=3))
+    assert again["drafter_bytes"] == 0
+
+
+def test_a_draft_model_by_its_files(tmp_path: Path) -> None:
+    draft = _head(tmp_path / "draft", num_hidden_layers=4)
+    (tmp_path / "draft" / "model.safetensors").write_bytes(b"x" * 12345)
+    figures = planned(LLAMA_8B, *_speculate(model=draft, num_speculative_tokens=5))
+    assert figures["drafter_bytes"] == 12345
+    assert figures["formats"]["bf16"]["bytes_per_token"] == 36 * 4096
+    two = planned(LLAMA_8B, "--tensor-parallel", "2", *_speculate(model=draft, num_speculative_tokens=5))
+    assert two["formats"]["bf16"]["bytes_per_token"] == 18 * 4096
+
+
+def test_mtp_modules_are_in_the_checkpoint(tmp_path: Path) -> None:
+    mimo = {
+        "model_type": "mimo", "architectures": ["MiMoForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151680,
+        "tie_word_embeddings": False, "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(mimo))
+    plain, drafted = planned(str(tmp_path)), planned(str(tmp_path), *_speculate(method="mtp"))
+    assert drafted["drafter_bytes"] / 2 == pytest.approx(4096 * (2 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 11008), rel=1e-3)
+    assert drafted["formats"]["bf16"]["bytes_per_token"] == plain["formats"]["bf16"]["bytes_per_token"] * 37 // 36
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 54321)
+    assert planned(str(tmp_path), *_speculate(method="mtp"))["weights_bytes"] == 54321
+
+
+def test_drafters_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    head = _head(tmp_path / "head")
+    odd = _head(tmp_path / "odd", num_attention_heads=12, num_key_value_heads=3)
+    wrong = _head(tmp_path / "wrong", draft_vocab_size="many")
+    foreign = _head(tmp_path / "foreign", speculators_config={})
+    k = {"num_speculative_tokens": 3}
+    for arguments, message in (
+        (("--speculative-config", "3"), "is not a JSON object"),
+        (_speculate(**k), "needs a model"),
+        (_speculate(method=[], **k), "does not compute method []"),
+        (_speculate(method="medusa", model=head, **k), "does not compute method 'medusa'"),
+        (_speculate(method="eagle3", model=head), "num_speculative_tokens=None must be a number of drafts"),
+        (_speculate(method="eagle3", model=head, parallel_drafting=True, **k), "does not compute parallel_drafting"),
+        (_speculate(method="eagle3", model=head, quantization="awq", **k), "quantization='awq'"),
+        (_speculate(method="eagle3", model=head, kv_cache_dtype="nf4", **k), "kv_cache_dtype='nf4' is not planned"),
+        (_speculate(model=head, draft_tensor_parallel_size=2, **k), "draft_tensor_parallel_size=2 differs"),
+        ((*_speculate(model=odd, **k), "--tensor-parallel", "4"), "of the draft model"),
+        (_speculate(method="eagle3", model=wrong, **k), "not as bie-plan knows them"),
+        (_speculate(model=foreign, **k), "speculators library"),
+        (_speculate(model=str(tmp_path / "none"), **k), "does not exist"),
+        (_speculate(method="mtp"), "has no MTP modules"),
+        ((*_speculate(method="ngram", **k), "--speculative-draft-tokens", "3"), "say the same twice"),
+    ):
+        assert plan.main([LLAMA_8B, *arguments]) == plan.EXIT_ERROR
+        err = capsys.readouterr().err
+        assert message in err and err.count("\n") == 1 and err.startswith("bie-plan: ")
+    # What int4_asym alone does not serve leaves the other formats planned.
+    windowed = _head(tmp_path / "windowed", model_type="mistral", sliding_window=512)
+    for arguments, message in (
+        (_speculate(model=windowed, **k), "with full attention only"),
+        (_speculate(model=head, kv_cache_dtype="fp8", **k), "in full precision"),
+    ):
+        formats = planned(LLAMA_8B, *arguments)["formats"]
+        assert message in formats["int4_asym"]["reason"] and formats["fp8"]["supported"]
+    gemma = planned(str(MODELS / "Gemma-3-4B"), *_speculate(model=head, **k))["formats"]
+    assert "beside sliding windows" in gemma["int4_asym"]["reason"] and gemma["bf16"]["supported"]
+
+
 # -- weights ------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("name", "billions"),

@@ -70,9 +70,9 @@ def test_short_flags_become_vllms(capsys: pytest.CaptureFixture) -> None:
 def test_draft_model_when_named(capsys: pytest.CaptureFixture) -> None:
     command, _ = dry(
         capsys, CARD_24, LLAMA_AWQ, "--max-model-len", "4096", "--speculative-draft-tokens", "2",
-        "--speculative-draft-model", "org/small",
+        "--speculative-draft-model", LLAMA_AWQ,
     )  # fmt: skip
-    assert json.loads(value(command, "--speculative-config")) == {"model": "org/small", "num_speculative_tokens": 2}
+    assert json.loads(value(command, "--speculative-config")) == {"model": LLAMA_AWQ, "num_speculative_tokens": 2}
 
 
 def test_profile_follows_the_card(capsys: pytest.CaptureFixture) -> None:

@@ -46,6 +46,10 @@ CATALOGUE: dict[str, tuple[str, dict]] = {
                                 "final_logit_softcapping": 30.0, "layer_types": _ALTERNATE, **_TIED}),
     "gemma3": ("Gemma3TextConfig", {"head_dim": 64, "sliding_window": 64, "num_hidden_layers": 4,
                                     "layer_types": _ALTERNATE, "query_pre_attn_scalar": 64}),
+    # Ten INT4 pages are as wide as 2.8 windowed ones (fp32, CPU: 32 tokens): padded until three fit.
+    "gemma3 padded": ("Gemma3TextConfig", {"head_dim": 64, "sliding_window": 64, "num_hidden_layers": 13,
+                                           "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 3
+                                           + ["full_attention"] * 8, "query_pre_attn_scalar": 64}),
     "mistral windowed": ("MistralConfig", {"head_dim": 64, "sliding_window": 96}),
     "mistral": ("MistralConfig", {"head_dim": 64, "sliding_window": None}),
     "cohere": ("CohereConfig", {"use_qk_norm": False, "logit_scale": 1.0, **_TIED}),
