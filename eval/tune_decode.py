@@ -29,7 +29,7 @@ ROUNDS: list[list[tuple[str, list[str]]]] = [
         ("1x8k", ["keys", "keys+PROGRAMS_PER_SM=10", "keys+MIN_UNITS=3", "triton"]),
         ("8x32k", ["keys", "keys+PROGRAMS_PER_SM=10", "keys+KEYS_STAGES=2", "triton"]),
         ("q6 8x32k", ["keys", "keys+KEYS_TILES=2"]),
-        ("d64 32x32k", ["keys", "keys+KEYS_STAGES=2"]),
+        ("d64 32x32k", ["keys", "keys+KEYS_NARROW_STAGES=1"]),
         ("d96 32x32k", ["keys", "keys+KEYS_STAGES=2"]),
         ("d192 32x32k", ["keys", "keys+KEYS_STAGES=2"]),
     ],

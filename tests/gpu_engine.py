@@ -142,7 +142,10 @@ def drafters() -> dict:
         **{f"draft model K={k}, async = none": against_none(copy(k)) for k in (1, 3, 8)},
         "draft model K=3, async, 8k = none": against_none(copy(3), REPETITIVE),
         "draft model K=3, not async = none": against_none(copy(3), **other),
-        "draft model K=3, async, chunks of 64 = none": against_none(copy(3), max_num_batched_tokens=64),
+        # Eager: the drafter adds a row a request, and 72 rows are beyond what vLLM compiles for chunks of 64.
+        "draft model K=3, async, chunks of 64 = none": against_none(
+            copy(3), max_num_batched_tokens=64, enforce_eager=True
+        ),
         # V1 hands drafters the block table of group 0, V2 each group's own: both must be right.
         "draft model K=3, async, V1 runner = none": against_none(copy(3), env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
         "draft model of another shape K=3, async = none": against_none(copy(3, m128)),

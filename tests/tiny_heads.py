@@ -22,7 +22,8 @@ def tiny_eagle3(folder: Path, target: str, *, layers: int = 1, seed: int = 0) ->
     config.update(
         architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=layers, attention_bias=False,
         draft_vocab_size=config["vocab_size"], target_hidden_size=hidden,
-        eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        # Read here by vLLM 0.32 and there by 0.33's V2 runner; three distinct layers, as fc has three parts.
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, eagle_aux_hidden_state_layer_ids=[0, 1, 2],
     )  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(seed)

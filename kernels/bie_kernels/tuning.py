@@ -27,8 +27,12 @@ ROWS_PER_PROGRAM = 24
 KEYS_TILES, KEYS_WIDE_TILES = 3, 2
 """Tiles of 8 rows of a `decode_keys` program: what the registers hold, up to 128 channels and beyond."""
 
-KEYS_STAGES = 1
-"""Pages in its ring: eight warps a multiprocessor hide the latency of one better than of two."""
+KEYS_STAGES, KEYS_NARROW_STAGES = 1, 2
+"""Pages in its ring, beyond 64 channels and up to there.
+
+Keys and values are refilled separately and eight warps share a multiprocessor: one page hides the latency better
+than two do, except where pages are small.
+"""
 
 SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 """KiB that one program may use, by compute capability."""
@@ -108,7 +112,8 @@ def keys_tile(rows: int, head_size: int) -> KeysTile:
     total = -(-rows // 8)
     programs = -(-total // most)
     tiles = -(-total // programs)
-    return KeysTile(programs, tiles, total - tiles * (programs - 1), KEYS_STAGES)
+    stages = KEYS_STAGES if head_size > 64 else KEYS_NARROW_STAGES
+    return KeysTile(programs, tiles, total - tiles * (programs - 1), stages)
 
 
 @dataclass(frozen=True)
