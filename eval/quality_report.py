@@ -90,10 +90,13 @@ def needle_table(needles: list[dict[str, Any]]) -> str:
 
 def plot_positions(positions: dict[str, list[dict[str, float]]], path: Path, title: str) -> None:
     """Mean KL against position, one line per format, both axes logarithmic; the lowest line stands for less."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.8), layout="constrained")
     axes = figure.subplots()
+    if len(positions) > 10:  # an ablation: no colour twice
+        axes.set_prop_cycle(color=colormaps["tab20"].colors)
     for (name, rows), marker in zip(positions.items(), "osD^vPX*<>" * 3, strict=False):
         centres = [math.sqrt(r["from"] * r["to"]) for r in rows]
         axes.plot(centres, [max(r["kl_mean"], LOWEST_KL) for r in rows], marker=marker, markersize=4, label=name)
