@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many short requests against a pool that preempts: random lengths, aborts, shared prefixes, sampling settings.
 
-    python tests/soak.py --requests 10000
+    python tests/soak.py --requests 10000 [--drafts 3]
 
 Every 100th request is a probe whose answer is known from a fresh engine. At the end
 no page may be held, no probe may have differed and memory must be flat. Prints one
@@ -35,17 +35,26 @@ PROBE_TOKENS = 24
 WORST = 0.05
 
 
-def arguments(model: str, dtype: str = "float32") -> dict:
+def arguments(model: str, dtype: str = "float32", drafts: int = 0) -> dict:
     """Strict hits, so that a probe has one answer; a third of the requests at a time fit into the pool."""
-    return llm(model, dtype=dtype, max_model_len=512, num_gpu_blocks_override=110, max_num_seqs=CONCURRENT,
-               max_num_batched_tokens=160, enable_prefix_caching=True, settings={"prefix_hits": "strict"})  # fmt: skip
+    engine = llm(
+        model, dtype=dtype, max_model_len=512, num_gpu_blocks_override=110, max_num_seqs=CONCURRENT,
+        max_num_batched_tokens=160, enable_prefix_caching=True, settings={"prefix_hits": "strict"},
+    )  # fmt: skip
+    if drafts:
+        engine["speculative_config"] = {
+            "method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1
+        }  # fmt: skip
+    return engine
 
 
 class Soak:
     """Drives one in-process engine step by step."""
 
-    def __init__(self, engine, seed: int) -> None:  # noqa: ANN001
+    def __init__(self, engine, seed: int, drafts: int = 0) -> None:  # noqa: ANN001
         self.engine, self.rng = engine, random.Random(seed)
+        # Beside drafts vLLM 0.32's sampler dies of top-k on CPUs, under `auto` too ("index ... is out of bounds").
+        self.greedy = drafts > 0 and not torch.cuda.is_available()
         # vLLM 0.32 dies of a seeded request's prefill chunk on CPUs ("CPU Generator does not use offset").
         self.seeds = torch.cuda.is_available()
         self.prefixes = [tokens(self.rng.choice((64, 70, 128, 200)), seed=1000 + i) for i in range(6)]
@@ -67,11 +76,13 @@ class Soak:
             prompt = prompt + tokens(rng.randint(1, 150), seed=rng.randrange(1 << 30))
             sampling = {
                 "max_tokens": rng.randint(1, 32), "ignore_eos": rng.random() < 0.8, "detokenize": False,
-                "temperature": rng.choice((0.0, 0.7, 1.5)), "top_p": rng.choice((1.0, 0.9)),
+                "temperature": 0.0 if self.greedy else rng.choice((0.0, 0.7, 1.5)), "top_p": rng.choice((1.0, 0.9)),
                 "top_k": rng.choice((0, 20)), "repetition_penalty": rng.choice((1.0, 1.2)),
                 "logprobs": rng.choice((None, 0, 3)), "seed": rng.choice((None, index)) if self.seeds else None,
                 "prompt_logprobs": 1 if rng.random() < 0.03 else None,
             }  # fmt: skip
+            if self.greedy:
+                sampling |= {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
             if sampling["temperature"] and rng.random() < 0.1:
                 sampling["n"] = 2
             if rng.random() < 0.2:
@@ -109,6 +120,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32", help="of the model; bfloat16 for GPUs")
+    parser.add_argument("--drafts", type=int, default=0, help="n-gram drafts; on CPUs all requests are greedy then")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = soak(tiny_model(Path(folder), "gqa"), options)
@@ -120,8 +132,8 @@ def soak(model: str, options: argparse.Namespace) -> dict:
     from vllm import LLM
 
     fresh = {**arguments(model, options.dtype), "num_gpu_blocks_override": 400, "enable_prefix_caching": False}
-    engine = LLM(**arguments(model, options.dtype))
-    driver, start = Soak(engine.llm_engine, options.seed), time.time()
+    engine = LLM(**arguments(model, options.dtype, options.drafts))
+    driver, start = Soak(engine.llm_engine, options.seed, options.drafts), time.time()
     ((known,),) = run_engines(
         [{"llm": fresh, "steps": [generate(driver.probes, n=PROBE_TOKENS, one_by_one=True)]}]
     )
@@ -136,6 +148,7 @@ def soak(model: str, options: argparse.Namespace) -> dict:
         "probes right": worst < WORST * (10 if options.dtype != "float32" else 1),
         "no leaked page": state["free"] == state["pages"] - 1 and state["known"] == state["referenced"] == 0,
         "preempted": metrics["vllm:num_preemptions"] > 0,
+        "drafts accepted": not options.drafts or metrics["vllm:spec_decode_num_accepted_tokens"] > 0,
         "memory flat": growth < 64 << 20,
     }
     return {

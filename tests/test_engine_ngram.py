@@ -13,6 +13,8 @@ REPEATING = [PATTERN * 6, SHORT * 30, tokens(100, seed=5) + PATTERN * 4]
 OTHERS = [tokens(n, seed=n) for n in (20, 100, 333)]
 PROMPTS = [prompt for pair in zip(REPEATING, OTHERS, strict=True) for prompt in pair]
 
+LENGTH = 64
+
 
 def drafted(model: str, k: int, **kwargs) -> dict:
     speculation = {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -28,20 +30,20 @@ def run(engine: dict, *steps: dict) -> list:
 
 @pytest.fixture(scope="module")
 def plain(model_64) -> list[dict]:
-    return run(llm(model_64), generate(PROMPTS, n=96))[0]
+    return run(llm(model_64), generate(PROMPTS, n=LENGTH))[0]
 
 
 @pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_mixed_batches(model_64, plain, k):
     """Some verify drafts, some decode one token, some prefill a chunk, in one step; again from a strict cache."""
-    joining = {"do": "staggered", "prompts": PROMPTS, "after": [0, 0, 3, 5, 12, 20], "sampling": greedy(96)}
+    joining = {"do": "staggered", "prompts": PROMPTS, "after": [0, 0, 3, 5, 12, 20], "sampling": greedy(LENGTH)}
     engine = drafted(
         model_64, k, max_num_batched_tokens=96, max_num_seqs=8, enable_prefix_caching=True,
         settings={"prefix_hits": "strict"},
     )  # fmt: skip
     cold, facts, warm, both, pool = run(engine, joining, FACTS, joining, FACTS, POOL)
     print(facts)
-    assert facts["draft_tokens"] > 100 and 0.1 < facts["accepted_tokens"] / facts["draft_tokens"] < 1
+    assert facts["draft_tokens"] > 50 and 0.1 < facts["accepted_tokens"] / facts["draft_tokens"] < 1
     assert_same(plain, cold, shared=0.9)
     assert_same(plain, warm, shared=0.9)
     assert [r["cached"] for r in warm] == [64 * ((len(p) - 1) // 64) for p in PROMPTS]
@@ -57,7 +59,7 @@ def test_preempted_while_speculating(model_64, plain, caching):
         model_64, 4, num_gpu_blocks_override=95, max_model_len=512, max_num_batched_tokens=128,
         enable_prefix_caching=caching, settings={"prefix_hits": "strict"},
     )  # fmt: skip
-    tight, facts, pool = run(engine, generate(PROMPTS, n=96), FACTS, POOL)
+    tight, facts, pool = run(engine, generate(PROMPTS, n=LENGTH), FACTS, POOL)
     assert facts["preemptions"] > 0 and facts["accepted_tokens"] > 0
     assert_same(plain, tight, shared=0.9)
     assert pool["free"] == pool["pages"] - 1 and pool["known"] == pool["referenced"] == 0

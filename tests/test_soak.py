@@ -13,11 +13,14 @@ import pytest
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("requests", [120, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_soak(requests):
+@pytest.mark.parametrize(
+    ("requests", "drafts"),
+    [(120, 0), pytest.param(600, 3, marks=pytest.mark.slow), pytest.param(10_000, 0, marks=pytest.mark.slow)],
+)
+def test_soak(requests, drafts):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     script = Path(__file__).with_name("soak.py")
-    command = [sys.executable, str(script), "--requests", str(requests)]
+    command = [sys.executable, str(script), "--requests", str(requests), "--drafts", str(drafts)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
