@@ -262,14 +262,6 @@ def check_built_layers(vllm_config: VllmConfig) -> int:
                 f"{name} is a {type(layer).__name__} layer with an attention backend of its own "
                 f"({layer.attn_backend.get_name()}), which {DTYPE_NAME} cannot replace; {way_out}."
             )
-    ranks = vllm_config.parallel_config.pipeline_parallel_size
-    if not quantised and ranks > 1:
-        # Tried on CPUs: it starts, and says something else.
-        raise ValueError(
-            f"--pipeline-parallel-size {ranks} leaves a rank whose {len(decoder)} layers all have a sliding window or "
-            f"are skipped, which {DTYPE_NAME} does not support; skip fewer layers, set VLLM_PP_LAYER_PARTITION, use "
-            "--tensor-parallel-size or, if all layers of the model are like that, --kv-cache-dtype auto."
-        )
     if not quantised:
         logger.warning(
             "KV cache int4_asym: all %d layers of this worker have a sliding window or are skipped, and stay in full "

@@ -12,6 +12,8 @@ What is wrapped, and why no public way does it:
 * its `register_custom_kv_cache_specs`: public hook for platforms, run in the
   process of the scheduler with the engine's config; it also installs
 * `Executor.get_supported_kv_cache_layouts` (ranks with other backends agree),
+* `_project_kv_cache_groups_to_worker` (one may have no layer of a group),
+* `GPUModelRunner.calculate_reorder_batch_threshold` (and order a batch alike),
 * `KVCacheManager.__init__` (is the pool large enough to prefill in chunks?) and
   `get_computed_blocks` (tells the window manager of shared-prefix junctions).
 """
@@ -127,11 +129,17 @@ def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:
     from bie_kernels.layout import PAGE_TOKENS
     from bie_vllm_plugin.checks import check_built_layers
 
-    if check_built_layers(vllm_config):
-        vllm_config.cache_config.block_size = PAGE_TOKENS
-        finish_layers(vllm_config)
-    else:  # all layers are windowed or skipped: as under `auto`, pages included
+    quantised = check_built_layers(vllm_config)
+    pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
+    if not quantised and not pipeline:  # all layers are windowed or skipped: as under `auto`, pages included
         original(vllm_config)
+        return
+    if not quantised:  # nothing else did it: the layers of this rank join the groups of the others
+        attach_layers(vllm_config)
+    if pipeline:
+        _wrap_batch_order()
+    vllm_config.cache_config.block_size = PAGE_TOKENS
+    finish_layers(vllm_config)
 
 
 # -- scheduler -----------------------------------------------------------------------
@@ -146,6 +154,7 @@ def _register_specs(original: Any, vllm_config: VllmConfig | None) -> None:
         _offer_specs()
         _wrap_kv_cache_manager()
         _wrap_executor()
+        _wrap_projection()
 
 
 def _offer_specs() -> None:
@@ -212,6 +221,64 @@ def _wrap_executor() -> None:
 
     setattr(agreed, _MARK, original)
     Executor.get_supported_kv_cache_layouts = agreed  # type: ignore[method-assign]
+
+
+def _wrap_batch_order() -> None:
+    """All ranks of a pipeline order a batch alike: hidden states go from one to the next row by row.
+
+    The V1 runner moves decodes to the front if a builder of *its own rank* wants it. Ours do,
+    and others (FlashAttention, the CPU's) may not: a rank without INT4 layers then fed the
+    next one rows of other requests as soon as a batch mixed prefills and decodes.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    original = GPUModelRunner.calculate_reorder_batch_threshold
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def alike(self: Any) -> None:
+        original(self)
+        if uses_int4_asym(self.vllm_config) and self.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            self.reorder_batch_threshold = 1  # the least that any backend asks for, and all take less
+
+    setattr(alike, _MARK, original)
+    GPUModelRunner.calculate_reorder_batch_threshold = alike  # type: ignore[method-assign]
+
+
+def _wrap_projection() -> None:
+    """A rank of a pipeline may have no layer of a group (the windows, if it has no INT4 layers).
+
+    vLLM then hands it the packed group's specs of the other ranks' layers, and the rank dies
+    looking for them. One spec says all that it needs: the size of a page in the block table.
+    """
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    module = _planning()
+    original = module._project_kv_cache_groups_to_worker
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def projected(*args: Any, **kwargs: Any) -> Any:
+        groups = original(*args, **kwargs)
+        for group in groups:
+            if not group.layer_names and isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+                group.kv_cache_spec = next(iter(group.kv_cache_spec.kv_cache_specs.values()))
+        return groups
+
+    setattr(projected, _MARK, original)
+    module._project_kv_cache_groups_to_worker = projected
+
+
+def _planning() -> Any:
+    """The module that groups layers: `kv_cache_planning` in 0.33, `kv_cache_utils` before."""
+    import importlib
+
+    try:
+        return importlib.import_module("vllm.v1.core.kv_cache_planning")
+    except ImportError:
+        return importlib.import_module("vllm.v1.core.kv_cache_utils")
 
 
 # -- worker ---------------------------------------------------------------------------
@@ -294,11 +361,9 @@ def finish_layers(vllm_config: VllmConfig) -> None:
     """
     from vllm.model_executor.layers.attention import Attention
 
-    from bie_vllm_plugin.window_layer import WindowLayer, check_drafter_layer, drafter_spec_of
+    from bie_vllm_plugin.window_layer import check_drafter_layer, drafter_spec_of
 
     layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
-    if not any(isinstance(layer, WindowLayer) for layer in layers.values()):
-        return  # every layer is skipped: one group of vLLM's own
     for layer in [layer for layer in layers.values() if isinstance(layer, Attention)]:
         any_layer: Any = layer
         if any_layer.kv_cache_dtype == DTYPE_NAME:

@@ -25,10 +25,15 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_configs  # vLLM 0.33
+except ImportError:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 from bie_vllm_plugin.cache_spec import rule_of
 from bie_vllm_plugin.window_layer import WindowLayer

@@ -239,13 +239,12 @@ def built(layer_class=None, backend=None, dtype="int4_asym", window=None):
     return layer
 
 
-def config_with(layer, skip=(), ranks=1):
+def config_with(layer, skip=()):
     from types import SimpleNamespace as Namespace
 
     return Namespace(
         compilation_config=Namespace(static_forward_context={"model.layers.3.self_attn.attn": layer}),
-        parallel_config=Namespace(pipeline_parallel_size=ranks), speculative_config=None,
-        cache_config=Namespace(kv_cache_dtype_skip_layers=list(skip)),
+        speculative_config=None, cache_config=Namespace(kv_cache_dtype_skip_layers=list(skip)),
     )  # fmt: skip
 
 
@@ -259,8 +258,6 @@ def test_built_layers():
     assert check_built_layers(config_with(built())) == 1
     assert check_built_layers(config_with(built(dtype="auto"), skip=["3"])) == 0
     assert check_built_layers(config_with(built(dtype="auto", window=64), skip=["sliding_window"])) == 0
-    with pytest.raises(ValueError, match="--pipeline-parallel-size 2 leaves a rank .* VLLM_PP_LAYER_PARTITION"):
-        check_built_layers(config_with(built(dtype="auto"), skip=["3"], ranks=2))
     for layer, words in (
         (built(backend=CPUAttentionBackend), ["layers.3", "CPU_ATTN", "cannot replace"]),
         (built(layer_class=ChunkedLocalAttention), ["ChunkedLocalAttention", "cannot replace"]),

@@ -2,6 +2,8 @@
 """Draft models: their cache is their own, in full precision, and what they propose changes no result."""
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 from engine import assert_same, generate, llm, run_engines, tiny_llama, tokens
 from tiny_heads import tiny_eagle, tiny_eagle3, tiny_mimo
@@ -202,6 +204,22 @@ def test_mtp(tmp_path, k):
     model = tiny_mimo(tmp_path)
     (plain_results,) = run(llm(model), generate(PROMPTS, n=48))
     check_head(model, {"method": "mtp"}, plain_results, layers=1, k=k)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("arctic_inference") is None, reason="suffix decoding needs arctic-inference")
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_suffix_decoding(model_64, plain, k):
+    """Drafts from suffixes seen before, of any number up to k a step: equal to plain, cold and with what it learnt."""
+    speculation = {"method": "suffix", "num_speculative_tokens": k, "suffix_decoding_max_spec_factor": 4.0,
+                   "suffix_decoding_min_token_prob": 0.0}  # fmt: skip
+    step = generate(PROMPTS, n=48)
+    cold, first, warm, both = run(llm(model_64, speculative_config=speculation), step, FACTS, step, FACTS)
+    assert_identical(plain[1], cold)
+    assert_identical(plain[1], warm)
+    assert both["draft_tokens"] > first["draft_tokens"] > 0
+    # The second time the very answers are in the tree.
+    assert both["accepted_tokens"] - first["accepted_tokens"] > 50
 
 
 def test_a_layout_that_separates_the_drafter_is_refused(model_64):

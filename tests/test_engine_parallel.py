@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 
 import pytest
 from engine import assert_same, generate, greedy, llm, run_engines, started, tokens
@@ -31,12 +32,12 @@ def single(model):
     return started(run_engines([{"llm": llm(model), "steps": STEPS}]))[0][0]
 
 
-def in_processes(model: str, workers: int, **kwargs) -> list:
+def in_processes(model: str, workers: int, steps: list | None = None, env: dict | None = None, **kwargs) -> list:
     """An engine whose core and workers are processes of their own."""
     arguments = llm(model, distributed_executor_backend="mp", **kwargs)
     cores = "|".join(str(i % os.cpu_count()) for i in range(workers))
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": cores}
-    return started(run_engines([{"llm": arguments, "steps": STEPS}], **env))[0]
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": cores, **(env or {})}
+    return started(run_engines([{"llm": arguments, "steps": steps or STEPS}], **env))[0]
 
 
 @pytest.mark.slow
@@ -60,6 +61,47 @@ def test_pipeline_ranks_with_different_backends(model):
     ((expected,),) = started(run_engines([{"llm": llm(model, **skipped), "steps": STEPS}]))
     (results,) = in_processes(model, 2, **PIPELINE, **skipped)
     assert_same(expected, results, shared=0.8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "partition", "skipped"), [("gqa", "2,1", ["0", "1"]), ("gqa", "2,1", ["2"]), ("gemma2", "1,3", [])]
+)
+def test_a_pipeline_rank_without_int4_layers(tmp_path, name, partition, skipped):
+    """All layers of a rank are skipped, or windowed; the second prompt comes while the first one decodes.
+
+    vLLM's V1 runner orders a batch as the backends of its own rank like it; the ranks have to agree.
+    """
+    model, settings = tiny_model(tmp_path, name), {"kv_cache_dtype_skip_layers": skipped}
+    step = {"do": "staggered", "prompts": PROMPTS, "after": [0, 4], "sampling": greedy(32)}
+    ((expected,),) = started(run_engines([{"llm": llm(model, **settings), "steps": [step]}]))
+    env = {"VLLM_PP_LAYER_PARTITION": partition}
+    (results,) = in_processes(model, 2, steps=[step], env=env, **PIPELINE, **settings)
+    assert_same(expected, results, shared=0.8)
+
+
+def test_ranks_order_a_batch_alike():
+    """Whatever the backends of a rank ask for, with a pipeline the threshold is the same on all ranks."""
+    code = textwrap.dedent("""
+        from types import SimpleNamespace as Namespace
+        import bie_vllm_plugin
+        from bie_vllm_plugin import vllm_compat
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        vllm_compat._wrap_batch_order()
+        vllm_compat._wrap_batch_order()
+        def threshold(dtype, ranks, *asked):
+            groups = [Namespace(get_metadata_builder=lambda t=t: Namespace(reorder_batch_threshold=t)) for t in asked]
+            runner = Namespace(_attn_group_iterator=lambda: groups, vllm_config=Namespace(
+                cache_config=Namespace(cache_dtype=dtype), parallel_config=Namespace(pipeline_parallel_size=ranks)))
+            GPUModelRunner.calculate_reorder_batch_threshold(runner)
+            return runner.reorder_batch_threshold
+        assert threshold("int4_asym", 2, None) == threshold("int4_asym", 2, 4, None) == threshold("int4_asym", 2) == 1
+        assert threshold("int4_asym", 1, 4, None) == threshold("auto", 2, 4) == 4
+        assert threshold("auto", 2, None) is None
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 DATA_PARALLEL = """
