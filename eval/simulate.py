@@ -33,13 +33,17 @@ ROWS = 128
 """Rows of logits compared at a time."""
 
 
-def rule_attention(sink: int, recent: int, layout_options: dict[str, Any]) -> Any:
-    """A transformers attention function (batch 1, no cache) that reads keys and values by the position rule."""
+def rule_attention(sink: int, recent: int, layout_options: dict[str, Any], only: str | None = None) -> Any:
+    """A transformers attention function (batch 1, no cache) that reads keys and values by the position rule.
+
+    `only`: keys or values, the other side then is always exact.
+    """
 
     def attention(module, query, key, value, mask, scaling, dropout=0.0, **kwargs):  # noqa: ANN001, ANN202
         layout = PageLayout(query.shape[-1], **layout_options)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
         k4, v4 = reference.quantised_copy(k, v, layout, sink)
+        k4, v4 = k if only == "values" else k4, v if only == "keys" else v4
         parts = []
         for start in range(0, len(q), QUERIES):
             end = min(start + QUERIES, len(q))
@@ -80,12 +84,14 @@ def main() -> None:
     add("--sink-tokens", type=int, default=8)
     add("--recent-tokens", type=int, default=128)
     add("--key-axis", default="channel", choices=("channel", "head_dim"))
+    add("--group-size", type=int, default=64, choices=(64, 32))
+    add("--only", choices=("keys", "values"), help="quantise one side")
     add("--engine", type=Path, help="results of eval/quality.py to print beside")
     args = parser.parse_args()
     from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
     folder = models.resolve(args.model)
-    rule = rule_attention(args.sink_tokens, args.recent_tokens, {"key_axis": args.key_axis})
+    rule = rule_attention(args.sink_tokens, args.recent_tokens, {"key_axis": args.key_axis, "group_size": args.group_size}, args.only)
     AttentionInterface.register("int4_asym_rule", rule)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).eval()
     docs = quality_data.documents(AutoTokenizer.from_pretrained(folder), args.documents.split(","), [])
