@@ -91,7 +91,8 @@ def main() -> None:
     from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
     folder = models.resolve(args.model)
-    rule = rule_attention(args.sink_tokens, args.recent_tokens, {"key_axis": args.key_axis, "group_size": args.group_size}, args.only)
+    layout = {"key_axis": args.key_axis, "group_size": args.group_size}
+    rule = rule_attention(args.sink_tokens, args.recent_tokens, layout, args.only)
     AttentionInterface.register("int4_asym_rule", rule)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).eval()
     docs = quality_data.documents(AutoTokenizer.from_pretrained(folder), args.documents.split(","), [])
