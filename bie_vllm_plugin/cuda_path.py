@@ -26,11 +26,11 @@ MAX_VERIFY_TOKENS = 16
 """Query tokens per request that the decode kernel takes; longer drafts are prefilled."""
 
 
-LAUNCH_WORK = 4e7
+LAUNCH_WORK = 6e7
 """Floating-point operations, per multiprocessor, that the fused kernel does while the host launches one kernel.
 
-On an H200 186 TFLOP/s and about 30 us. Slices do a layer's attention in a third of the fused kernel's time, but
-in 4 to 20 launches instead of one: with less work than that a step waits for its launches.
+On an H200 186 TFLOP/s and about 40 us. Slices do a layer's attention in a third of the fused kernel's time, but
+in 4 launches and more instead of one: with less work than that a step waits for its launches.
 """
 
 LEAST_LAUNCHES = 4
@@ -188,7 +188,7 @@ def split_batch(common: Any, threshold: int, limits: FlashLimits | None) -> Spli
     decodes, prefills, _, _ = split_decodes_and_prefills(common, threshold, require_uniform=True)
     starts_cpu = common.query_start_loc_cpu
     q_len = int(starts_cpu[1] - starts_cpu[0]) if decodes else 0
-    if decodes and not 1 <= q_len <= threshold:
+    if decodes and q_len not in (1, threshold):  # another length is another kernel, which nobody has warmed up
         decodes, prefills, q_len = 0, common.num_reqs, 0
     if prefills and limits is not None and (part := _flash_part(common, decodes, limits)) is not None:
         first, plan = part
@@ -352,7 +352,8 @@ def warm_up(
                 rows(n * q_len, layer.num_heads, layout.head_size), body, window, ints(n, 16), ints(n, 64), ints(n),
                 out, workspace, layout, q_len=q_len, **numbers,
             )  # fmt: skip
-    for n in sorted({1, PAGE_TOKENS, min(tokens, store.HOST_BOUND_TOKENS), min(tokens, 2048)}):
+    # Few tokens are split over many programs, the most over none: every kind of prefill and merge.
+    for n in sorted({1, *(min(tokens, n) for n in (PAGE_TOKENS, 256, store.HOST_BOUND_TOKENS, 2048, tokens))}):
         k, v = rows(n, layer.num_kv_heads, layout.head_size), rows(n, layer.num_kv_heads, layout.v_size)
         nowhere = ints(n, dtype=torch.int64, fill=-1)
         store.store_and_seal(

@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
+from bie_kernels import tuning
 from bie_kernels.torch_path import RequestStep, Rule
 from bie_vllm_plugin.cache_spec import WindowSpec, rule_of
 
@@ -101,7 +102,7 @@ class Int4AsymMetadataBuilder(AttentionMetadataBuilder[Int4AsymMetadata]):
         self._rule = rule_of(self.vllm_config)
         requests = self.vllm_config.scheduler_config.max_num_seqs
         # A plan holds an item per program, at most a wave of them or a few per request.
-        items = 8 * torch.cuda.get_device_properties(self.device).multi_processor_count + 2 * requests
+        items = tuning.PROGRAMS_PER_SM * tuning.multiprocessors(self.device) + 2 * requests
         self._plan_buffer = torch.zeros(4 * items + requests + 8, dtype=torch.int32, device=self.device)
 
     def build(

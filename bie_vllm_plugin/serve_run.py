@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -67,7 +68,7 @@ class ServerLog:
         self.held: list[str] = []
         self.bare: list[str] = []
         self.engine_ended = False
-        self.engine_errors: list[str] = []
+        self.engine_errors: deque[str] = deque(maxlen=16)
         self.worker_died = ""
 
     def feed(self, line: str) -> None:

@@ -12,7 +12,7 @@ WORTH = 0.98
 """And only where a request then takes 2 % less."""
 
 ALIGNMENT = 512
-"""Bytes that INT4 pages are padded to multiples of, so that none starts at an odd address."""
+"""INT4 pages grow by multiples of so many bytes, so that none starts at an odd address."""
 
 
 class SlidingPages(NamedTuple):

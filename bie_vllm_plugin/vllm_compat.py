@@ -228,8 +228,7 @@ def _wrap_batch_order() -> None:
 
     The V1 runner moves decodes to the front if a builder of *its own rank* wants it. Ours do,
     and others (FlashAttention, the CPU's) may not: a rank without INT4 layers then fed the
-    next one rows of other requests as soon as a batch mixed prefills and decodes.
-    """
+    next one rows of other requests as soon as a batch mixed prefills and decodes."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     original = GPUModelRunner.calculate_reorder_batch_threshold

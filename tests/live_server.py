@@ -52,7 +52,12 @@ class Server:
         """As Ctrl-C does; nothing if it has ended."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
-            self.process.wait(60)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                for process in [*self.family(), psutil.Process(self.process.pid)]:
+                    process.kill()
+                raise
 
     # -- the client ------------------------------------------------------------------
     def post(self, **body) -> tuple[int, dict]:

@@ -77,3 +77,6 @@ def test_every_part_of_a_step(lengths: list[tuple[int, int]], parts: tuple[str, 
     )  # fmt: skip
     assert relative_error(out[:tokens], batch.expected(q, 0.125)) < 8e-3
     assert out[tokens:].isnan().all()  # nothing of the padding is touched
+    want_body, want_window = batch.after()
+    assert torch.equal(b.body.cpu(), want_body)
+    assert torch.equal(b.window.cpu().view(torch.int16), want_window.view(torch.int16))

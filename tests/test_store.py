@@ -83,9 +83,18 @@ def test_bytes_of_a_mixed_batch(layout: PageLayout) -> None:
     same(make_batch(lengths, layout, pad_tokens=3, pad_requests=2))
 
 
-@pytest.mark.parametrize(("axis", "processors"), [("channel", 1000), ("channel", 1), ("head_dim", 1000)])
-def test_store_and_seal_in_one_launch_or_two(axis: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "multiprocessors", lambda device: processors)
+@pytest.mark.parametrize(
+    ("axis", "few", "hurried", "launches"),
+    [("channel", 3, 1024, 1), ("channel", 3, 0, 2), ("channel", 256, 0, 1), ("head_dim", 256, 1024, 1)],
+)
+def test_store_and_seal_in_one_launch_or_two(
+    axis: str, few: int, hurried: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "multiprocessors", lambda device: 1000)
+    monkeypatch.setattr(store, "FEW_TOKENS", few)
+    monkeypatch.setattr(store, "HOST_BOUND_TOKENS", hurried)
+    made, write = [], store._write
+    monkeypatch.setattr(store, "_write", lambda *args, **kwargs: (made.append(1), write(*args, **kwargs)))
     layout = PageLayout(64, key_axis=axis)  # type: ignore[arg-type]
     batch = make_batch([(63, 1), (0, 65), (126, 4)], layout, pad_tokens=2, pad_requests=1)
     b = batch.to(DEVICE)
@@ -94,6 +103,7 @@ def test_store_and_seal_in_one_launch_or_two(axis: str, processors: int, monkeyp
         b.k, b.v, body, window, b.body_slots, b.window_slots, b.body_table, b.window_table, b.query_start_loc,
         b.seq_lens, b.layout, sink_tokens=8, retained=b.retained, max_query_len=65,
     )  # fmt: skip
+    assert len(made) == launches
     want_body, want_window = batch.after()
     assert torch.equal(body.cpu(), want_body)
     assert torch.equal(window.cpu().view(torch.int16), want_window.view(torch.int16))

@@ -57,7 +57,8 @@ _PAGE = tl.constexpr(PAGE_TOKENS)
 
 
 @triton.jit(
-    do_not_specialize=["o_items", "s_btr", "s_wtr"], do_not_specialize_on_alignment=["p_body_table", "p_window_table"]
+    do_not_specialize=["o_items", "s_btr", "s_wtr"],
+    do_not_specialize_on_alignment=["p_body_table", "p_window_table", "p_peak", "p_total"],
 )
 def decode_kernel(
     p_q, p_body, p_window, p_body_table, p_window_table, p_plan, p_acc, p_peak, p_total,

@@ -252,7 +252,8 @@ def _decode_rows(
 
 
 @gluon.jit(
-    do_not_specialize=["o_items", "s_btr", "s_wtr"], do_not_specialize_on_alignment=["p_body_table", "p_window_table"]
+    do_not_specialize=["o_items", "s_btr", "s_wtr"],
+    do_not_specialize_on_alignment=["p_body_table", "p_window_table", "p_peak", "p_total"],
 )
 def decode_keys_kernel(
     p_q, p_body, p_window, p_body_table, p_window_table, p_plan, p_acc, p_peak, p_total,

@@ -37,11 +37,12 @@ class Launches:
     """`Launches(kernel)[grid](*arguments, **constants)` is `kernel[grid](...)`.
 
     Positional arguments are the kernel's run-time ones: tensors, integers, floats, None.
-    Keywords are its constexprs, in one order at every call, and launch options.
+    Keywords are its constexprs, in one order at every call, and launch options, optional ones last.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
+        self._names: tuple[str, ...] = ()
         self._known: dict[tuple, tuple[CompiledKernel, tuple]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> partial[None]:
@@ -60,6 +61,9 @@ class Launches:
 
     def _first(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         compiled = self.kernel[grid](*arguments, **constants)
+        self._names = self._names or tuple(constants)
+        if any(a != b for a, b in zip(constants, self._names, strict=False)):  # the key holds their values only
+            raise TypeError(f"constants {tuple(constants)} of a kernel that was first launched with {self._names}")
         if isinstance(compiled, CompiledKernel):  # neither an interpreter nor a compilation under way
             names = self.kernel.arg_names[len(arguments) :]
             self._known[self._key(arguments, constants)] = compiled, tuple(constants[name] for name in names)

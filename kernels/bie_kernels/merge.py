@@ -12,7 +12,7 @@ from bie_kernels.tiles import NEGATIVE
 from bie_kernels.tuning import cdiv, overlaps, power_of_2
 
 
-@triton.jit(do_not_specialize=["q_len", "splits"])
+@triton.jit(do_not_specialize=["q_len", "splits"], do_not_specialize_on_alignment=["p_peak", "p_total"])
 def merge_kernel(
     p_plan, p_acc, p_peak, p_total, p_out, s_ot, s_oh, H, q_len, splits,
     ROWS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr, PLANNED: tl.constexpr,

@@ -57,7 +57,7 @@ def _find_request(tile, p_starts, requests, BQ: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["requests", "splits", "s_btr", "s_wtr"],
-    do_not_specialize_on_alignment=["p_body_table", "p_window_table", "p_starts", "p_lens"],
+    do_not_specialize_on_alignment=["p_body_table", "p_window_table", "p_starts", "p_lens", "p_peak", "p_total"],
 )
 def prefill_kernel(
     p_q, p_k, p_v, p_body, p_window, p_body_table, p_window_table, p_starts, p_lens, p_out, p_acc, p_peak, p_total,

@@ -22,7 +22,10 @@ MIN_UNITS = 2
 """Pages below which a split costs more in the merge than it saves."""
 
 ROWS_PER_PROGRAM = 24
-"""Query rows that one decode program serves at most; programs of one KV head share a wave."""
+"""Query rows after which a KV head is counted as two programs that share a wave.
+
+What a program of the fast path serves at most up to 128 channels; beyond, and on the portable path, it is near enough.
+"""
 
 KEYS_TILES, KEYS_WIDE_TILES = 3, 2
 """Tiles of 8 rows of a `decode_keys` program: what the registers hold, up to 128 channels and beyond."""
@@ -130,6 +133,4 @@ def prefill_tile(layout: PageLayout, device: torch.device) -> PrefillTile:
     if layout.group_size == 32:
         # Triton 3.6 miscompiles the wgmma products of 32 channels: two warps take mma.sync.
         return PrefillTile(32, 2, 1)
-    if max(layout.head_size, layout.v_size) > 128:
-        return PrefillTile(64, 4, 1)
     return PrefillTile(64, 4, 1)
