@@ -37,8 +37,12 @@ class Fixed(AnyLayout):
 
 
 class Layer:
+    head_size = head_size_v = SHAPE["head_size"]
+    num_kv_heads = SHAPE["num_kv_heads"]
+
     def __init__(self, backend, window=None):
         self.backend, self.sliding_window = backend, window
+        self.kv_cache_dtype = "int4_asym" if window is None else "auto"
 
     def get_attn_backend(self):
         return self.backend
@@ -52,7 +56,8 @@ def model(backend, full: int, windowed: int, ranks: int = 1):
     return layers[0], Namespace(
         compilation_config=Namespace(static_forward_context=dict(enumerate(layers))),
         parallel_config=Namespace(pipeline_parallel_size=ranks),
-        scheduler_config=Namespace(max_num_batched_tokens=2048),
+        scheduler_config=Namespace(max_num_batched_tokens=2048), additional_config={},
+        model_config=Namespace(max_model_len=131072),  # so long that padded pages cost more than they save
     )
 
 
