@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -113,7 +113,7 @@ class ServerLog:
         return self.engine_reason() if self.engine_ended or self.worker_died else "vLLM gave no reason."
 
 
-def _telling(errors: list[str]) -> list[str]:
+def _telling(errors: Iterable[str]) -> list[str]:
     return [error for error in errors if not any(part in error for part in UNTELLING)]
 
 
@@ -145,13 +145,13 @@ def run_server(command: Sequence[str], environment: dict[str, str]) -> int:
         )
         reader = threading.Thread(target=_read, args=(child.stdout, log), daemon=True)
         reader.start()
-        stopped = _wait(child)
+        interrupted = _wait(child, log.ready)
         leftovers = end_session(child.pid)
         reader.join(timeout=5)
         path = Path(file.name)
-    if stopped is not None:
+    if interrupted is not None:
         path.unlink(missing_ok=True)
-        return 0 if log.ready.is_set() else EXIT_INTERRUPTED
+        return interrupted
     if child.returncode == 0 and not log.engine_ended:
         path.unlink(missing_ok=True)
         return 0
@@ -172,8 +172,8 @@ def _read(stream: IO[str], log: ServerLog) -> None:
         log.feed(line)
 
 
-def _wait(child: Any) -> int | None:
-    """Wait for the child; returns the signal that asked us to stop, None if it ended by itself."""
+def _wait(child: Any, ready: threading.Event) -> int | None:
+    """Wait for the child; None if it ended by itself, else our exit status: were we running, or starting?"""
     received: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
@@ -188,11 +188,15 @@ def _wait(child: Any) -> int | None:
         if not received:
             return None
         print("bie-serve: stopping", file=sys.stderr)
-        deadline = time.monotonic() + STOP_SECONDS
+        running = ready.is_set()
+        begin = told = time.monotonic()
         _signal(child.pid, signal.SIGINT)
-        while child.poll() is None and time.monotonic() < deadline and len(received) < 2:
+        while child.poll() is None and time.monotonic() < begin + STOP_SECONDS and len(received) < 2:
             time.sleep(0.1)
-        return received[0]
+            if not running and time.monotonic() > told + 2:  # vLLM may swallow it while it imports
+                told = time.monotonic()
+                _signal(child.pid, signal.SIGINT)
+        return 0 if running else EXIT_INTERRUPTED
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

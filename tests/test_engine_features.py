@@ -106,7 +106,7 @@ def test_relaxed_bound_on_the_real_model(smollm2):
     assert np.mean(divergences) <= 0.005 and np.median(chosen) <= 0.02
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_16_bit_models_and_head_size_128(model_128, dtype):
     """16-bit models: batch and chunking change nothing beyond the model's own rounding."""
     prompts = [tokens(n, seed=n) for n in (100, 300)]
@@ -182,7 +182,7 @@ def test_max_model_len_prompt_in_the_smallest_pool(model_64):
     assert len(results[0]["tokens"]) == 8
 
 
-@pytest.mark.parametrize("model", ["model_64", "model_1kv"])
+@pytest.mark.parametrize("model", ["model_64", pytest.param("model_1kv", marks=pytest.mark.slow)])
 def test_tensor_parallel_equals_single(model, request):
     """TP 2 with 2 KV heads and with 1 (replicated), engine core and workers in processes of their own."""
     model = request.getfixturevalue(model)

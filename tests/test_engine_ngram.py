@@ -33,7 +33,8 @@ def plain(model_64) -> list[dict]:
     return run(llm(model_64), generate(PROMPTS, n=LENGTH))[0]
 
 
-@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [1, 4, 16])
 def test_mixed_batches(model_64, plain, k):
     """Some verify drafts, some decode one token, some prefill a chunk, in one step; again from a strict cache."""
     joining = {"do": "staggered", "prompts": PROMPTS, "after": [0, 0, 3, 5, 12, 20], "sampling": greedy(LENGTH)}

@@ -61,7 +61,7 @@ def test_preempted_equals_uninterrupted(model_64):
     assert_same(ample[0], tight[0], shared=0.8)
 
 
-@pytest.mark.parametrize("drafts", [1, 3, 8])
+@pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_speculation_equals_none(model_64, drafts):
     # Repetition gives the n-gram proposer something to propose, a random model rejects most of it.
     pattern = tokens(40, seed=9)
@@ -83,8 +83,8 @@ def test_speculation_equals_none(model_64, drafts):
     "settings",
     [
         {"key_axis": "head_dim", "recent_tokens": 0, "sink_tokens": 0},
-        {"group_size": 32, "sink_tokens": 0, "recent_tokens": 64},
-        {"sink_tokens": 64, "recent_tokens": 300},
+        pytest.param({"group_size": 32, "sink_tokens": 0, "recent_tokens": 64}, marks=pytest.mark.slow),
+        pytest.param({"sink_tokens": 64, "recent_tokens": 300}, marks=pytest.mark.slow),
     ],
 )
 def test_other_settings_chunk_and_batch(model_64, settings):

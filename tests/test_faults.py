@@ -103,10 +103,13 @@ class TestServer:
         check_answers(server, fresh)
 
     def test_more_requests_than_pages(self, server, fresh):
-        with concurrent.futures.ThreadPoolExecutor(len(CROWD)) as pool:
-            answers = list(pool.map(lambda prompt: ask(server, prompt, GROWN), CROWD))
+        for _ in range(4):  # on a busy host the first requests may be through before the last arrive
+            with concurrent.futures.ThreadPoolExecutor(len(CROWD)) as pool:
+                answers = list(pool.map(lambda prompt: ask(server, prompt, GROWN), CROWD))
+            assert_same(answers, fresh["crowd"], shared=0.8)
+            if server.metric("vllm:num_preemptions_total") > 0:
+                break
         assert server.metric("vllm:num_preemptions_total") > 0
-        assert_same(answers, fresh["crowd"], shared=0.8)
         check_answers(server, fresh)
 
     @pytest.mark.parametrize(
