@@ -89,17 +89,24 @@ def eventually(happened, seconds: float = 20) -> bool:  # noqa: ANN001
 
 
 @pytest.fixture(scope="module")
-def server(model, tmp_path_factory):
+def starting(model, tmp_path_factory):
     running = start(model, tmp_path_factory.mktemp("faults") / "log")
     yield running
     running.stop()
 
 
+@pytest.fixture(scope="module")
+def server(starting, fresh):
+    """It starts while the fresh engine runs; whichever test of the class a worker gets first waits for it."""
+    del fresh
+    starting.wait_ready()
+    return starting
+
+
 class TestServer:
-    """In order; the server starts while the fresh engine runs, and the last one kills its engine."""
+    """In order; the last one kills its engine."""
 
     def test_before_any_fault(self, server, fresh):
-        server.wait_ready()
         check_answers(server, fresh)
 
     def test_more_requests_than_pages(self, server, fresh):
