@@ -247,6 +247,10 @@ def prepare(argv: list[str], device: Device) -> tuple[Settings, list[str], str]:
     settings = read(argv, "8gb" if device.cpu else profile_for(device.total))
     notes = []
     try:
+        Int4AsymConfig.parse(settings.window)  # also beside another dtype: the plan compares them all
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    try:
         itemsize = 4 if str(settings.merged.get("dtype")) in ("float32", "float") else 2
         model = load_model(settings.model, itemsize)
         if note := fit_context(settings, model):

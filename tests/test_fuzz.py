@@ -108,6 +108,8 @@ def test_plan(model, capsys, argv):
 @given(command_lines(SERVE_FLAGS), st.sampled_from([4, 24, 0]))
 @example(["--max-model-len", "infk"], 24)
 @example(["--additional-config", '{"int4_asym": [1]}'], 24)
+@example(["--kv-cache-dtype", "auto", "--additional-config", '{"int4_asym": []}'], 4)
+@example(["--kv-cache-dtype", "auto", "--kv-group-size", "0"], 4)
 @example(["--speculative-config", '{"num_speculative_tokens": "x"}'], 24)
 def test_serve_dry_run(model, capsys, argv, gib):
     device = serve.Device("card" if gib else "CPU", (gib or 16) * GIB, (gib or 16) * GIB, not gib)
