@@ -77,6 +77,22 @@ def check_numbers(sink_tokens: int, recent_tokens: int, retained: int, layout: P
         raise ValueError(f"retained={retained} is less than recent_tokens={recent_tokens}")
 
 
+def check_attention(
+    q: torch.Tensor, body_table: torch.Tensor, window_table: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor,
+    heads: int, layout: PageLayout,
+) -> None:  # fmt: skip
+    """What decode and prefill ask of queries that passed `check_rows`, of their output and of the requests."""
+    if q.shape[1] % heads != 0:
+        raise ValueError(f"{q.shape[1]} query heads are no multiple of {heads} KV heads")
+    check_rows("out", out, q.shape[1], layout.v_size)
+    if out.dtype != q.dtype or out.shape[0] != q.shape[0]:
+        raise ValueError("out must have q's tokens and dtype")
+    requests = seq_lens.shape[0]
+    check_ints("body_table", body_table, torch.int32, requests, None)
+    check_ints("window_table", window_table, torch.int32, requests, None)
+    check_ints("seq_lens", seq_lens, torch.int32, requests)
+
+
 def check_prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, body: torch.Tensor, window: torch.Tensor,
     body_table: torch.Tensor, window_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
@@ -93,14 +109,7 @@ def check_prefill(
         raise ValueError("q, k and v differ in dtype")
     if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
         raise ValueError("q, k and v differ in tokens")
-    if q.shape[1] % heads != 0:
-        raise ValueError(f"{q.shape[1]} query heads are no multiple of {heads} KV heads")
-    check_rows("out", out, q.shape[1], layout.v_size)
-    if out.dtype != q.dtype or out.shape[0] != q.shape[0]:
-        raise ValueError("out must have q's tokens and dtype")
-    check_ints("body_table", body_table, torch.int32, requests, None)
-    check_ints("window_table", window_table, torch.int32, requests, None)
+    check_attention(q, body_table, window_table, seq_lens, out, heads, layout)
     check_ints("query_start_loc", query_start_loc, torch.int32, requests + 1)
-    check_ints("seq_lens", seq_lens, torch.int32, requests)
     check_numbers(sink_tokens, recent_tokens, retained, layout)
     return heads, requests

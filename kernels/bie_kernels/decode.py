@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from bie_kernels import tuning
-from bie_kernels.checks import check_body, check_ints, check_numbers, check_rows, check_window
+from bie_kernels.checks import check_attention, check_body, check_ints, check_numbers, check_rows, check_window
 from bie_kernels.launches import Launches
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.merge import merge
@@ -316,14 +316,7 @@ def _check_decode(q, body, window, body_table, window_table, seq_lens, out, layo
         raise ValueError(f"q_len={q_len}: decode takes 1 to {MAX_QUERY_TOKENS} query tokens")
     if q.shape[0] != requests * q_len:
         raise ValueError(f"q has {q.shape[0]} tokens, {requests} requests of {q_len} were announced")
-    if q.shape[1] % heads != 0:
-        raise ValueError(f"{q.shape[1]} query heads are no multiple of {heads} KV heads")
-    check_rows("out", out, q.shape[1], layout.v_size)
-    if out.dtype != q.dtype or out.shape[0] != q.shape[0]:
-        raise ValueError("out must have q's tokens and dtype")
-    check_ints("body_table", body_table, torch.int32, requests, None)
-    check_ints("window_table", window_table, torch.int32, requests, None)
-    check_ints("seq_lens", seq_lens, torch.int32, requests)
+    check_attention(q, body_table, window_table, seq_lens, out, heads, layout)
 
 
 def _launch(

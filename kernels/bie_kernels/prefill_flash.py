@@ -233,7 +233,7 @@ def prefill(
     keys, rows = plan.sizes
     need = workspace_bytes(keys, rows, q.shape[1], heads, layout, q.element_size())
     if workspace.dtype != torch.uint8 or workspace.numel() < need:
-        raise ValueError(f"workspace has {workspace.numel()} bytes, {need} are needed")  # fmt: skip
+        raise ValueError(f"workspace has {workspace.numel()} bytes, {need} are needed")
     room = workspace[: need // q.element_size() * q.element_size()].view(q.dtype)
     size = keys * heads * layout.head_size
     flat_k, flat_v, partial = room[:size], room[size : 2 * size], room[2 * size :]
