@@ -157,7 +157,7 @@ class Int4AsymImpl(AttentionImpl[Int4AsymMetadata]):
         """
         if self.workspace is None:
             return
-        from bie_vllm_plugin import cuda_path
+        from bie_vllm_plugin.warm_up import warm_up
 
         scheduler = self.vllm_config.scheduler_config
         heads, sizes = (layer.num_heads, layer.num_kv_heads), (layer.head_size, layer.head_size_v)
@@ -167,7 +167,7 @@ class Int4AsymImpl(AttentionImpl[Int4AsymMetadata]):
         if key in _WARM:
             return
         _WARM.add(key)
-        cuda_path.warm_up(
+        warm_up(
             layer, window, self.settings.page_layout(layer.head_size, layer.head_size_v), self.rule, self.workspace,
             limits=self.flash_limits, soft_cap=self.soft_cap, requests=scheduler.max_num_seqs,
             q_lens=tuple({1, min(1 + drafts, 16)}), tokens=scheduler.max_num_batched_tokens, dtype=window.dtype,

@@ -30,6 +30,9 @@ _PAGE = tl.constexpr(PAGE_TOKENS)
 FEW_TOKENS = 256
 """Up to here one program stores one token of one head, for latency; beyond, eight."""
 
+SHORT_QUERY = PAGE_TOKENS // 4
+"""Up to here a step counts as decode, which a CUDA graph launches; beyond, as prefill."""
+
 HOST_BOUND_TOKENS = 1024
 """Prefill steps up to here are over before the host has launched them: one launch, whatever the device prefers."""
 
@@ -434,7 +437,7 @@ def store_and_seal(
     seal_args = (k, body, window, body_table, window_table, query_start_loc, seq_lens, layout)
     numbers = {"sink_tokens": sink_tokens, "max_query_len": max_query_len}
     small = k.shape[0] <= FEW_TOKENS and programs <= 2 * multiprocessors(k.device)
-    hurried = max_query_len > PAGE_TOKENS // 4 and k.shape[0] <= HOST_BOUND_TOKENS
+    hurried = max_query_len > SHORT_QUERY and k.shape[0] <= HOST_BOUND_TOKENS
     if layout.key_axis == "head_dim" or not (small or hurried):
         # Sealing takes many registers: beyond one wave, stores had better not share its launch.
         store(k, v, body, window, body_slots, window_slots, layout)
