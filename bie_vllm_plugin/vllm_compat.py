@@ -8,7 +8,11 @@ What is wrapped, and why no public way does it:
 * its `get_attn_backend_cls`: backends are chosen per platform, ours by dtype;
 * its `update_block_size_for_backend`: rewrites the block size after loading; the first
   call after draft models are loaded and the last before layers are asked for specs; a
-  model that brings its own backend (or wraps ours) never asks the platform, and is caught here;
+  draft model that reads the target's cache is caught here;
+* its `register_triton_kernel_overrides`: what a worker asks of its platform before it builds
+  anything. It wraps `initialize_model` of the loaders: layers exist there and no weight is read yet,
+  so a model that brings its own backend (or wraps ours, or drops the cache settings), which never
+  asks the platform, is caught;
 * its `register_custom_kv_cache_specs`: public hook for platforms, run in the
   process of the scheduler with the engine's config; it also installs
 * `Executor.get_supported_kv_cache_layouts` (ranks with other backends agree),
@@ -21,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +84,7 @@ def install() -> None:
     _wrap_classmethod(platform, "check_and_update_config", _check_and_update_config)
     _wrap_classmethod(platform, "get_attn_backend_cls", _get_attn_backend_cls)
     _wrap_classmethod(platform, "update_block_size_for_backend", _update_block_size)
+    _wrap_classmethod(platform, "register_triton_kernel_overrides", _before_models)
     _wrap_classmethod(platform, "register_custom_kv_cache_specs", _register_specs)
     register_dtype()
 
@@ -122,6 +128,37 @@ def _get_attn_backend_cls(original: Any, selected_backend: Any, attn_selector_co
     return BACKEND_PATH
 
 
+def _before_models(original: Any) -> None:
+    original()
+    try:
+        _wrap_initialize_model()
+    except INSTALL_ERRORS as error:  # never stop another engine; ours checks its layers after loading, too
+        logger.info("int4_asym cannot check layers before weights are loaded: %s", error)
+
+
+def _wrap_initialize_model() -> None:
+    """Check the layers as soon as they exist. Loaders import the function by name, so each gets the new one."""
+    from vllm.model_executor.model_loader import utils
+
+    original = utils.initialize_model
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def checked(vllm_config: VllmConfig, **kwargs: Any) -> Any:
+        model = original(vllm_config, **kwargs)
+        if uses_int4_asym(vllm_config):  # of a drafter it says `auto`
+            from bie_vllm_plugin.checks import check_built_layers
+
+            check_built_layers(vllm_config)
+        return model
+
+    setattr(checked, _MARK, original)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.model_executor.") and vars(module).get("initialize_model") is original:
+            setattr(module, "initialize_model", checked)  # noqa: B010
+
+
 def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:
     if not uses_int4_asym(vllm_config):
         original(vllm_config)
@@ -129,7 +166,12 @@ def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:
     from bie_kernels.layout import PAGE_TOKENS
     from bie_vllm_plugin.checks import check_built_layers
 
-    quantised = check_built_layers(vllm_config)
+    quantised = check_built_layers(vllm_config)  # again, with a drafter's: some loaders build models by themselves
+    if not quantised:
+        logger.warning(
+            "KV cache int4_asym: every layer of this worker has a sliding window or is skipped, and stays in full "
+            "precision."
+        )
     pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
     if not quantised and not pipeline:  # all layers are windowed or skipped: as under `auto`, pages included
         original(vllm_config)

@@ -125,6 +125,11 @@ BAD_ENGINES = {
                                     "enable_adaptive_verification": True}},
         ["speculative_config.enable_adaptive_verification", "leave it out"],
     ),
+    "draft model in another layout": (
+        "envs.VLLM_KV_CACHE_LAYOUT = 'LBHNC'",
+        {"speculative_config": {"method": "draft_model", "model": "MODEL", "num_speculative_tokens": 2}},
+        ["needs the cache layout BLHNC, not VLLM_KV_CACHE_LAYOUT=LBHNC", "unset VLLM_KV_CACHE_LAYOUT"],
+    ),
     "several MTP modules": (
         "", {"model": "TWO_MTP", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
         ["2 speculative tokens of several MTP modules", "num_speculative_tokens to 1"],
@@ -176,7 +181,8 @@ def refusals(model_64, model_1kv, tmp_path_factory) -> dict[str, str]:
         )
         parts.append(
             f"try:\n{body}\nexcept Exception as error:\n    results[{name!r}] = str(error)\n"
-            "registry._ATTN_OVERRIDES.clear(); envs.__dict__.pop('VLLM_BATCH_INVARIANT', None)"
+            "registry._ATTN_OVERRIDES.clear()\n"
+            "for name in ('VLLM_BATCH_INVARIANT', 'VLLM_KV_CACHE_LAYOUT'): envs.__dict__.pop(name, None)"
         )
     parts.append("print('RESULTS' + json.dumps(results))")
     done = subprocess.run([sys.executable, "-c", "\n".join(parts)], capture_output=True, text=True, timeout=300)
@@ -287,3 +293,25 @@ def test_layers_are_checked_when_they_choose_a_backend(field, value, word):
     check_layer(good)
     with pytest.raises(ValueError, match=word):
         check_layer(good._replace(**{field: value}))
+
+
+def test_fp32_and_foreign_layouts_are_refused_when_a_layer_chooses_its_backend(monkeypatch):
+    """Both used to be found after loading, on GPUs."""
+    import torch
+    import vllm.platforms
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from bie_vllm_plugin.checks import check_layer
+
+    layer = AttentionSelectorConfig(head_size=64, dtype=torch.float32, kv_cache_dtype="int4_asym", block_size=None)
+    check_layer(layer)
+    monkeypatch.setattr(type(vllm.platforms.current_platform), "is_cpu", lambda self: False)
+    with pytest.raises(ValueError, match="--dtype float32 .* on GPUs; use --dtype bfloat16 or float16"):
+        check_layer(layer)
+    layer = layer._replace(dtype=torch.bfloat16)
+    for layout in ("HND", "BLHNC", "LBHNC"):
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+        check_layer(layer)
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
+    with pytest.raises(ValueError, match="VLLM_KV_CACHE_LAYOUT=NHD .* set it to BLHNC"):
+        check_layer(layer)
