@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import textwrap
@@ -134,9 +135,24 @@ BAD_ENGINES = {
         "", {"model": "TWO_MTP", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
         ["2 speculative tokens of several MTP modules", "num_speculative_tokens to 1"],
     ),
+    "draft model with latent attention": (
+        "", {"speculative_config": {"method": "draft_model", "model": "MLA", "num_speculative_tokens": 2}},
+        ["the draft model", "uses multi-head latent attention", "method ngram"],
+    ),
+    "draft model with state-space layers": (
+        "", {"speculative_config": {"method": "draft_model", "model": "HYBRID", "num_speculative_tokens": 2}},
+        ["the draft model", "uses state-space or linear-attention layers", "method ngram"],
+    ),
     "medusa": (
         "", {"speculative_config": {"method": "medusa", "model": "MEDUSA", "num_speculative_tokens": 2}},
         ["'medusa'", "draft_model, eagle, eagle3, mtp, ngram"],
+    ),
+}  # fmt: skip
+
+# Accepted: name -> (extra code, arguments).
+GOOD_ENGINES = {
+    "n-gram drafts on the GPU": (
+        "", {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
     ),
 }  # fmt: skip
 
@@ -158,6 +174,14 @@ def refusals(model_64, model_1kv, tmp_path_factory) -> dict[str, str]:
         "TWO_MTP": config_only(
             base / "mimo", architectures=["MiMoForCausalLM"], model_type="qwen2", num_nextn_predict_layers=2, **small
         ),
+        "MLA": config_only(
+            base / "deepseek", architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", kv_lora_rank=64,
+            q_lora_rank=None, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32, n_routed_experts=4, **small
+        ),
+        "HYBRID": config_only(
+            base / "lfm2", architectures=["Lfm2ForCausalLM"], model_type="lfm2",
+            layer_types=["conv", "full_attention"], **small
+        ),
         "MEDUSA": config_only(base / "medusa", architectures=["MedusaModel"], model_type="medusa", **small),
     }
     parts = [
@@ -167,7 +191,7 @@ def refusals(model_64, model_1kv, tmp_path_factory) -> dict[str, str]:
         "import vllm.envs as envs",
         "results = {}",
     ]
-    for name, (code, arguments, _) in BAD_ENGINES.items():
+    for name, (code, arguments, *_) in (BAD_ENGINES | GOOD_ENGINES).items():
         text = json.dumps(arguments)
         for placeholder, folder in folders.items():
             text = text.replace(f'"{placeholder}"', json.dumps(folder))
@@ -196,6 +220,11 @@ def test_bad_engine_configurations(refusals, case):
     assert all(word in message for word in words), message
     # pydantic wraps a validator's ValueError; the sentence itself is one line.
     assert len([line for line in message.splitlines() if words[0] in line]) == 1
+
+
+@pytest.mark.parametrize("case", GOOD_ENGINES)
+def test_good_engine_configurations(refusals, case):
+    assert refusals[case] == "accepted"
 
 
 def test_drafters_that_read_the_targets_cache_are_refused():
@@ -273,6 +302,22 @@ def test_built_layers():
         with pytest.raises(ValueError, match="another --kv-cache-dtype") as error:
             check_built_layers(config_with(layer))
         assert all(word in str(error.value) for word in words), error.value
+
+
+def test_the_log_says_that_nothing_is_quantised(monkeypatch, caplog):
+    """All layers windowed: as under `auto`, and not without a word."""
+    from types import SimpleNamespace as Namespace
+
+    from bie_vllm_plugin import vllm_compat
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    config = config_with(built(dtype="auto", window=64), skip=["sliding_window"])
+    config.cache_config.cache_dtype, config.parallel_config = "int4_asym", Namespace(pipeline_parallel_size=1)
+    seen = []
+    vllm_compat._update_block_size(seen.append, config)
+    assert seen == [config]  # vLLM's own block size
+    (line,) = [record.getMessage() for record in caplog.records if "int4_asym" in record.getMessage()]
+    assert "every layer of this worker has a sliding window or is skipped" in line and "full precision" in line
 
 
 @pytest.mark.parametrize(

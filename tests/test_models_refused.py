@@ -63,6 +63,18 @@ BY_CONFIG = {
          "layer_types": ["sliding_attention", "full_attention"] * 2},
         "share another layer's KV cache",
     ),
+    "head size 512, Gemma-4": (
+        "Gemma4TextConfig", "Gemma4ForCausalLM",
+        {"num_hidden_layers": 4, "head_dim": 64, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        "full-attention layers with heads of 512",
+    ),
+    "bidirectional image prefixes, PaliGemma": (
+        "PaliGemmaConfig", "PaliGemmaForConditionalGeneration",
+        {"text_config": {"model_type": "gemma", "head_dim": 64, **COMMON},
+         "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 64,
+                           "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}},
+        "attends to images in both directions (bidirectional multimodal prefixes)",
+    ),
 }  # fmt: skip
 
 # Refused when the attention layers are constructed, or as soon as they all are.
