@@ -41,10 +41,21 @@ def check_config(vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: one sentence that names the setting, the value and what is allowed.
     """
+    _check_platform()  # first: other platforms may fail at anything below
     Int4AsymConfig.from_vllm(vllm_config)
     _check_cache(vllm_config)
     check_model(vllm_config)
     _check_engine(vllm_config)
+
+
+def _check_platform() -> None:
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        raise ValueError(
+            f"--kv-cache-dtype {DTYPE_NAME} runs on NVIDIA GPUs and CPUs, not on "
+            f"{current_platform.device_name or current_platform.device_type}; use --kv-cache-dtype auto."
+        )
 
 
 def _check_cache(vllm_config: VllmConfig) -> None:
@@ -119,13 +130,6 @@ def _check_engine(vllm_config: VllmConfig) -> None:
         )
     if vllm_config.speculative_config is not None:
         _check_speculation(vllm_config.speculative_config, vllm_config.model_config)
-    from vllm.platforms import current_platform
-
-    if not (current_platform.is_cpu() or current_platform.is_cuda()):
-        raise ValueError(
-            f"--kv-cache-dtype {DTYPE_NAME} runs on NVIDIA GPUs and CPUs, not on "
-            f"{current_platform.device_name or current_platform.device_type}; use --kv-cache-dtype auto."
-        )
 
 
 def _check_speculation(speculation: Any, target: Any) -> None:

@@ -49,6 +49,18 @@ def test_good_settings_are_frozen_and_complete():
         config.sink_tokens = 4
 
 
+ON_PLATFORM = """
+import vllm.platforms as platforms
+from vllm.platforms.interface import Platform, PlatformEnum
+class Other(Platform):
+    _enum, device_name, device_type = PlatformEnum.{enum}, "{name}", "{kind}"
+platforms.current_platform = Other()
+import bie_vllm_plugin
+bie_vllm_plugin._state["registered"] = False
+bie_vllm_plugin.register()
+"""
+"""For who asks from here on; last, since modules imported then would keep it."""
+
 # What is refused when the engine's configuration is made: name -> (extra code, arguments, words of the sentence).
 BAD_ENGINES = {
     "settings": ("", {"additional_config": {"int4_asym": {"sinks": 1}}}, ["int4_asym.sinks=1"]),
@@ -147,6 +159,17 @@ BAD_ENGINES = {
         "", {"speculative_config": {"method": "medusa", "model": "MEDUSA", "num_speculative_tokens": 2}},
         ["'medusa'", "draft_model, eagle, eagle3, mtp, ngram"],
     ),
+    **{
+        name: (
+            ON_PLATFORM.format(enum=enum, name=device, kind=kind), {},
+            ["--kv-cache-dtype int4_asym runs on NVIDIA GPUs and CPUs", f"not on {device or kind}",
+             "--kv-cache-dtype auto"],
+        )
+        for name, enum, device, kind in (
+            ("ROCm", "ROCM", "rocm", "cuda"), ("XPU", "XPU", "xpu", "xpu"), ("TPU", "TPU", "", "tpu"),
+            ("a platform of a plugin", "OOT", "npu", "npu"),
+        )
+    },
 }  # fmt: skip
 
 # Accepted: name -> (extra code, arguments).
@@ -188,10 +211,10 @@ def refusals(model_64, model_1kv, tmp_path_factory) -> dict[str, str]:
         "import json, traceback",
         "from vllm.engine.arg_utils import EngineArgs",
         "from vllm.v1.attention.backends import registry",
-        "import vllm.envs as envs",
+        "import vllm.envs as envs, vllm.platforms",
         "results = {}",
     ]
-    for name, (code, arguments, *_) in (BAD_ENGINES | GOOD_ENGINES).items():
+    for name, (code, arguments, *_) in (GOOD_ENGINES | BAD_ENGINES).items():
         text = json.dumps(arguments)
         for placeholder, folder in folders.items():
             text = text.replace(f'"{placeholder}"', json.dumps(folder))
@@ -205,7 +228,7 @@ def refusals(model_64, model_1kv, tmp_path_factory) -> dict[str, str]:
         )
         parts.append(
             f"try:\n{body}\nexcept Exception as error:\n    results[{name!r}] = str(error)\n"
-            "registry._ATTN_OVERRIDES.clear()\n"
+            "registry._ATTN_OVERRIDES.clear(); vllm.platforms.__dict__.pop('current_platform', None)\n"
             "for name in ('VLLM_BATCH_INVARIANT', 'VLLM_KV_CACHE_LAYOUT'): envs.__dict__.pop(name, None)"
         )
     parts.append("print('RESULTS' + json.dumps(results))")
