@@ -177,6 +177,14 @@ GOOD_ENGINES = {
     "n-gram drafts on the GPU": (
         "", {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
     ),
+    **{
+        f"settings {settings}": ("", {"additional_config": {"int4_asym": settings}})
+        for settings in (
+            {"sink_tokens": 4, "recent_tokens": 256}, {"recent_tokens": 256, "sink_tokens": 4},
+            {"sink_tokens": 4, "recent_tokens": 192}, {"sink_tokens": 0, "recent_tokens": 256},
+            {"group_size": 32}, {"key_axis": "head_dim"}, {"prefix_hits": "strict"}, {},
+        )
+    },
 }  # fmt: skip
 
 
@@ -222,8 +230,8 @@ def refusals(model_64, model_1kv, tmp_path_factory) -> dict[str, str]:
         body = textwrap.indent(
             f"extra = dict({arguments!r})\n{code}\n"
             f"extra.setdefault('model', {model_64!r})\n"
-            "EngineArgs(kv_cache_dtype='int4_asym', skip_tokenizer_init=True, **extra)"
-            f".create_engine_config()\nresults[{name!r}] = 'accepted'",
+            "engine = EngineArgs(kv_cache_dtype='int4_asym', skip_tokenizer_init=True, **extra)"
+            f".create_engine_config()\nresults[{name!r}] = 'accepted ' + engine.compute_hash()",
             "    ",
         )
         parts.append(
@@ -247,7 +255,13 @@ def test_bad_engine_configurations(refusals, case):
 
 @pytest.mark.parametrize("case", GOOD_ENGINES)
 def test_good_engine_configurations(refusals, case):
-    assert refusals[case] == "accepted"
+    assert refusals[case].startswith("accepted ")
+
+
+def test_settings_enter_the_key_of_the_compile_cache(refusals):
+    """vLLM names its folder of compiled graphs by this hash of the configuration."""
+    keys = [refusals[case] for case in GOOD_ENGINES if case.startswith("settings")]
+    assert len(keys) == 8 and keys[0] == keys[1] and len(set(keys)) == 7
 
 
 def test_drafters_that_read_the_targets_cache_are_refused():
