@@ -17,6 +17,7 @@ What is wrapped, and why no public way does it:
   process of the scheduler with the engine's config; it also installs
 * `Executor.get_supported_kv_cache_layouts` (ranks with other backends agree),
 * `_project_kv_cache_groups_to_worker` (one may have no layer of a group),
+* `get_kv_cache_configs` (what would the pool hold under `auto`?),
 * `GPUModelRunner.calculate_reorder_batch_threshold` (and order a batch alike),
 * `KVCacheManager.__init__` (is the pool large enough to prefill in chunks?) and
   `get_computed_blocks` (tells the window manager of shared-prefix junctions).
@@ -103,6 +104,22 @@ def _wrap_classmethod(owner: type, name: str, wrapper: Any) -> None:
     setattr(owner, name, classmethod(wrapped))
 
 
+def _wrap_function(module: Any, name: str, wrapper: Any, where: str = "vllm.v1.") -> None:
+    """Replace function `module.name` by wrapper(original, *args); once, and in modules that imported it by name."""
+    original = getattr(module, name)
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(wrapped, _MARK, original)
+    for other in [other for key, other in sys.modules.items() if key.startswith(where)]:
+        if vars(other).get(name) is original:
+            setattr(other, name, wrapped)
+
+
 # -- platform ----------------------------------------------------------------------
 def _check_and_update_config(original: Any, vllm_config: VllmConfig) -> None:
     if uses_int4_asym(vllm_config):
@@ -137,15 +154,10 @@ def _before_models(original: Any) -> None:
 
 
 def _wrap_initialize_model() -> None:
-    """Check the layers as soon as they exist. Loaders import the function by name, so each gets the new one."""
+    """Check the layers as soon as they exist."""
     from vllm.model_executor.model_loader import utils
 
-    original = utils.initialize_model
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    def checked(vllm_config: VllmConfig, **kwargs: Any) -> Any:
+    def checked(original: Any, vllm_config: VllmConfig, **kwargs: Any) -> Any:
         model = original(vllm_config, **kwargs)
         if uses_int4_asym(vllm_config):  # of a drafter it says `auto`
             from bie_vllm_plugin.checks import check_built_layers
@@ -153,10 +165,7 @@ def _wrap_initialize_model() -> None:
             check_built_layers(vllm_config)
         return model
 
-    setattr(checked, _MARK, original)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("vllm.model_executor.") and vars(module).get("initialize_model") is original:
-            setattr(module, "initialize_model", checked)  # noqa: B010
+    _wrap_function(utils, "initialize_model", checked, "vllm.model_executor.")
 
 
 def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:
@@ -197,6 +206,7 @@ def _register_specs(original: Any, vllm_config: VllmConfig | None) -> None:
         _wrap_kv_cache_manager()
         _wrap_executor()
         _wrap_projection()
+        _wrap_plan()
 
 
 def _offer_specs() -> None:
@@ -295,21 +305,28 @@ def _wrap_projection() -> None:
     """
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-    module = _planning()
-    original = module._project_kv_cache_groups_to_worker
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    def projected(*args: Any, **kwargs: Any) -> Any:
+    def projected(original: Any, *args: Any, **kwargs: Any) -> Any:
         groups = original(*args, **kwargs)
         for group in groups:
             if not group.layer_names and isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
                 group.kv_cache_spec = next(iter(group.kv_cache_spec.kv_cache_specs.values()))
         return groups
 
-    setattr(projected, _MARK, original)
-    module._project_kv_cache_groups_to_worker = projected
+    _wrap_function(_planning(), "_project_kv_cache_groups_to_worker", projected)
+
+
+def _wrap_plan() -> None:
+    """The one place that knows the engine's configuration, every layer's pages and the pool: compare with `auto`."""
+
+    def noting(original: Any, vllm_config: VllmConfig, kv_cache_specs: Any, *args: Any, **kwargs: Any) -> Any:
+        configs = original(vllm_config, kv_cache_specs, *args, **kwargs)
+        if uses_int4_asym(vllm_config):
+            from bie_vllm_plugin.page_report import note_auto
+
+            note_auto(vllm_config, kv_cache_specs, configs)
+        return configs
+
+    _wrap_function(_planning(), "get_kv_cache_configs", noting)
 
 
 def _planning() -> Any:
