@@ -135,8 +135,6 @@ class Int4AsymImpl(AttentionImpl[Int4AsymMetadata]):
         """Memory of the decode kernels; reserved here, it is counted when vLLM profiles."""
         from bie_vllm_plugin import cuda_path
 
-        if dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"--dtype {dtype} is not supported by int4_asym on GPUs; use bfloat16 or float16.")
         layers = [self.vllm_config.compilation_config.static_forward_context[name] for name in names]
         drafts = lookahead_tokens(self.vllm_config)
         limits = cuda_path.flash_limits(

@@ -220,9 +220,3 @@ def test_suffix_decoding(model_64, plain, k):
     assert both["draft_tokens"] > first["draft_tokens"] > 0
     # The second time the very answers are in the tree.
     assert both["accepted_tokens"] - first["accepted_tokens"] > 50
-
-
-def test_a_layout_that_separates_the_drafter_is_refused(model_64):
-    """Under LBHNC the drafter has a group of its own, and the V1 runner would hand it the block table of group 0."""
-    (result,) = run_engines([{"llm": drafted(model_64, model_64, 3), "steps": []}], VLLM_KV_CACHE_LAYOUT="LBHNC")
-    assert "needs the cache layout BLHNC" in result["error"] and "unset VLLM_KV_CACHE_LAYOUT" in result["error"]
