@@ -15,6 +15,7 @@ from bie_kernels.layout import PAGE_TOKENS, PageLayout
 from bie_vllm_plugin import vllm_compat
 from bie_vllm_plugin.cache_spec import lookahead_tokens, rule_of
 from bie_vllm_plugin.config import DTYPE_NAME, Int4AsymConfig
+from bie_vllm_plugin.layers import attach_layers
 from bie_vllm_plugin.metadata import Int4AsymMetadata, Int4AsymMetadataBuilder
 from bie_vllm_plugin.window_layer import WindowLayer
 
@@ -126,7 +127,7 @@ class Int4AsymImpl(AttentionImpl[Int4AsymMetadata]):
         """Once a worker: attach the window companions, reserve the workspace, say what runs."""
         if self.layer_name:
             return
-        names = vllm_compat.attach_layers(self.vllm_config)
+        names = attach_layers(self.vllm_config)
         _log_settings(self.vllm_config, self.settings, names)
         if self.vllm_config.device_config.device_type == "cuda":
             self._reserve_workspace(act_dtype, names)
