@@ -59,19 +59,17 @@ def uniform(batch: int, context: int, **options) -> Case:
 PATHS: dict[str, decode.Fast] = {"auto": None, "triton": False, "keys": True}
 PATHS_HELP = (
     "auto: the kernel a user gets; triton: the portable one; keys: decode_keys; "
-    "NAME+SETTING=n changes tuning.SETTING"
+    "NAME+SETTING=n changes tuning.Choices.setting"
 )
-DEFAULTS = {key: value for key, value in vars(tuning).items() if key.isupper()}
 
 
 def choose(path: str) -> decode.Fast:
-    """`name[+SETTING=number...]` -> decode's `fast`, with the settings of `tuning` changed accordingly."""
+    """`name[+SETTING=number...]` -> decode's `fast`, with the `tuning.Choices` of this card changed accordingly."""
     name, *settings = path.split("+")
-    changed = {key: int(value) for key, value in (setting.split("=") for setting in settings)}
-    if unknown := changed.keys() - DEFAULTS.keys():
-        raise ValueError(f"{path}: tuning has no {', '.join(unknown)}")
-    for key, value in (DEFAULTS | changed).items():
-        setattr(tuning, key, value)
+    changed = {key.lower(): int(value) for key, value in (setting.split("=") for setting in settings)}
+    if unknown := changed.keys() - vars(tuning.MEASURED).keys():
+        raise ValueError(f"{path}: tuning has no {', '.join(unknown).upper()}")
+    tuning.use(tuning.capability(tuning.current_device()), dataclasses.replace(tuning.MEASURED, **changed))
     return PATHS[name]
 
 
@@ -249,7 +247,7 @@ def decode_timer(case: Case, pool: Pool, dtype: torch.dtype, fast: decode.Fast) 
     work = workspace_for(case, requests)
     plan = decode.plan_for(
         lens, torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE), q_heads=q.shape[1],
-        kv_heads=case.kv_heads, q_len=case.q_len, sink_tokens=SINK, recent_tokens=RECENT,
+        kv_heads=case.kv_heads, head_size_v=layout.v_size, q_len=case.q_len, sink_tokens=SINK, recent_tokens=RECENT,
     )  # fmt: skip
 
     def call(table: torch.Tensor, window_table: torch.Tensor) -> Callable[[], None]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from build_report import note
 
-from bie_kernels.tuning import SHARED_MEMORY
+from bie_kernels.tuning import SHARED_MEMORY, keys_shared
 
 BUILDS = [
     "decode-sm_80-d128-bf16", "decode-sm_86-d64-fp16", "decode-sm_89-d128-fp16", "decode-sm_90-d128-bf16",
@@ -72,6 +72,10 @@ def check(name: str, record_property) -> None:  # noqa: ANN001
         )
         if name in BUILDS and row["kernel"].startswith("decode"):
             assert row["local"] == 0 and row["stack"] <= SPILLS.get(name, 0), f"{name}: {row['kernel']} spills"
+        if row["kernel"] == "decode_keys_kernel":
+            sizes = row["constants"]
+            reckoned = keys_shared(sizes["D"], max(sizes["T"], sizes["LAST"]), sizes["STAGES"])
+            assert row["shared"] <= reckoned, f"{name} takes {row['shared']} bytes, the pruning reckons with {reckoned}"
     if name.startswith("write"):
         (row,) = rows
         assert row["constants"]["STORE"] and row["constants"]["SEAL"], f"{name} is not one launch"

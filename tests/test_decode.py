@@ -149,7 +149,7 @@ def test_one_workspace_and_one_plan_serve_many_launches() -> None:
         q = torch.randn(len(lengths) * q_len, 4, 64, generator=torch.Generator().manual_seed(2)).half()
         made = decode.plan_for(
             batch.seq_lens.to(DEVICE), torch.empty(1 << 18, dtype=torch.uint8, device=DEVICE), q_heads=4, kv_heads=2,
-            q_len=q_len, sink_tokens=8, recent_tokens=128,
+            head_size_v=64, q_len=q_len, sink_tokens=8, recent_tokens=128,
         )  # fmt: skip
         alone = run(batch, q, q_len=q_len, fast=False)
         assert torch.equal(run(batch, q, q_len=q_len, workspace=shared, plan=made, fast=False), alone)

@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 
-from bie_kernels import tuning
 from bie_kernels.checks import check_attention, check_body, check_ints, check_numbers, check_rows, check_window
 from bie_kernels.launches import Launches
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
@@ -190,7 +189,7 @@ def workspace_bytes(
     for q_len in range(1, max_q_len + 1):
         rows = q_heads // kv_heads * q_len
         for requests in {1, max_reqs}:
-            budget = _budget(requests, q_heads, kv_heads, q_len, device)
+            budget = item_budget(requests, kv_heads, rows, head_size_v, device)
             floats = plan_ints(requests, budget) + budget * kv_heads * rows * (head_size_v + 2)
             most = max(most, 4 * floats + 64)
     return most
@@ -202,6 +201,7 @@ def plan_for(
     *,
     q_heads: int,
     kv_heads: int,
+    head_size_v: int,
     q_len: int,
     sink_tokens: int,
     recent_tokens: int,
@@ -211,11 +211,12 @@ def plan_for(
     Args:
         seq_lens: int32 [R]; workspace: any contiguous tensor with room for the plan,
             which decode launches then must not use as theirs.
+        q_heads, kv_heads: heads on this rank; head_size_v: channels of a value.
 
     Returns:
         int32 plan for `decode(plan=...)`.
     """
-    budget = _budget(seq_lens.shape[0], q_heads, kv_heads, q_len, seq_lens.device)
+    budget = item_budget(seq_lens.shape[0], kv_heads, q_heads // kv_heads * q_len, head_size_v, seq_lens.device)
     plan = _as_dtype(workspace, torch.int32)
     return make_plan(seq_lens, plan, q_len=q_len, budget=budget, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
 
@@ -224,11 +225,6 @@ def _as_dtype(workspace: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not workspace.is_contiguous():
         raise ValueError("the workspace must be contiguous")
     return workspace.reshape(-1).view(dtype)
-
-
-def _budget(requests: int, q_heads: int, kv_heads: int, q_len: int, device: torch.device) -> int:
-    rows = q_heads // kv_heads * q_len
-    return item_budget(requests, kv_heads, cdiv(rows, tuning.ROWS_PER_PROGRAM), device)
 
 
 def decode(
@@ -280,7 +276,7 @@ def decode(
         return
     q_heads = q.shape[1]
     rows = q_heads // heads * q_len
-    budget = _budget(requests, q_heads, heads, q_len, q.device)
+    budget = item_budget(requests, heads, rows, layout.v_size, q.device)
     start = (plan_ints(requests, budget) + 3) // 4 * 4
     need = start + budget * heads * rows * (layout.v_size + 2)
     floats = _as_dtype(workspace, torch.float32)
@@ -325,7 +321,7 @@ def _launch(
 ) -> None:  # fmt: skip  # noqa: ANN001, ANN003
     """The plain Triton kernel."""
     budget, heads, rows, _ = acc.shape
-    tile = decode_tile(rows)
+    tile = decode_tile(rows, q.device)
     channel = layout.key_axis == "channel"
     launch_decode[(budget, heads, cdiv(rows, tile.rows))](
         q, body, window, body_table, window_table, plan, acc, peak, total,
