@@ -109,9 +109,8 @@ def make_plan(
     Raises:
         ValueError: a dtype or shape that does not fit.
     """
-    requests = seq_lens.shape[0]
+    requests = check_ints("seq_lens", seq_lens, torch.int32, None)
     size = plan_ints(requests, budget)
-    check_ints("seq_lens", seq_lens, torch.int32, requests)
     check_ints("plan", plan, torch.int32, None)
     if plan.shape[0] < size:
         raise ValueError(f"plan has {plan.shape[0]} numbers, {size} are needed")
