@@ -11,11 +11,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
 from kernel_cases import DEVICE, LENGTHS, LONG, Batch, guard_memory, make_batch, worst_error  # noqa: E402
 
-from bie_kernels import decode, plan, tiles  # noqa: E402
+from bie_kernels import decode, plan  # noqa: E402
 from bie_kernels.layout import PageLayout  # noqa: E402
 
 
@@ -156,37 +154,6 @@ def test_one_workspace_and_one_plan_serve_many_launches() -> None:
         )  # fmt: skip
         alone = run(batch, q, q_len=q_len, fast=False)
         assert torch.equal(run(batch, q, q_len=q_len, workspace=shared, plan=made, fast=False), alone)
-
-
-def test_unpacking_in_assembly_is_exact() -> None:
-    """What `tiles.unpack` does in assembly, in integers: or-ing a nibble into 1024 or 64 and taking it off again."""
-    x = torch.arange(-32768, 32768, dtype=torch.int32)
-    half = lambda bits: bits.to(torch.int16).view(torch.float16)
-    got = [
-        half(x & 0x000F | 0x6400) - 1024.0, half(x & 0x00F0 | 0x5400) - 64.0,
-        half((x >> 8) & 0x000F | 0x6400) - 1024.0, half((x >> 8) & 0x00F0 | 0x5400) - 64.0,
-    ]  # fmt: skip
-    for nibble, codes in enumerate(got):
-        assert torch.equal(codes, ((x >> (4 * nibble)) & 15).to(torch.float16))
-
-
-@triton.jit
-def unpack_kernel(p_x, p_out, ASM: tl.constexpr):
-    i = tl.arange(0, 4096) + tl.program_id(0) * 4096
-    a, b, c, d = tiles.unpack(tl.load(p_x + i), ASM)
-    tl.store(p_out + i, a)
-    tl.store(p_out + 65536 + i, b)
-    tl.store(p_out + 2 * 65536 + i, c)
-    tl.store(p_out + 3 * 65536 + i, d)
-
-
-@pytest.mark.gpu
-def test_unpacking_twins_agree_on_a_card() -> None:
-    x = torch.arange(-32768, 32768, dtype=torch.int32, device=DEVICE).to(torch.int16)
-    out = torch.empty(2, 4, 65536, dtype=torch.float16, device=DEVICE)
-    for twin in range(2):
-        unpack_kernel[(16,)](x, out[twin], ASM=bool(twin), num_warps=4)
-    assert torch.equal(out[0].view(torch.int16), out[1].view(torch.int16))
 
 
 def test_refusals() -> None:
