@@ -62,6 +62,9 @@ PATHS_HELP = (
     "NAME+SETTING=n changes tuning.Choices.setting"
 )
 
+CHOSEN = dict(tuning.CHOICES)
+"""As they were before any path changed them."""
+
 
 def choose(path: str) -> decode.Fast:
     """`name[+SETTING=number...]` -> decode's `fast`, with the `tuning.Choices` of this card changed accordingly."""
@@ -69,7 +72,8 @@ def choose(path: str) -> decode.Fast:
     changed = {key.lower(): int(value) for key, value in (setting.split("=") for setting in settings)}
     if unknown := changed.keys() - vars(tuning.MEASURED).keys():
         raise ValueError(f"{path}: tuning has no {', '.join(unknown).upper()}")
-    tuning.use(tuning.capability(tuning.current_device()), dataclasses.replace(tuning.MEASURED, **changed))
+    card = tuning.family(tuning.capability(torch.device(DEVICE if torch.cuda.is_available() else "cpu")))
+    tuning.use(card, dataclasses.replace(CHOSEN[card], **changed))
     return PATHS[name]
 
 
