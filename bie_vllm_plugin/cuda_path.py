@@ -253,18 +253,18 @@ def workspace_bytes(
 
 
 def plan_decode(
-    split: Split, seq_lens: torch.Tensor, buffer: torch.Tensor, heads: tuple[int, int], rule: Rule
+    split: Split, seq_lens: torch.Tensor, buffer: torch.Tensor, heads: tuple[int, int, int], rule: Rule
 ) -> torch.Tensor | None:
     """The decode plan of a step, shared by all layers of a group; None without decode rows.
 
     Args:
         buffer: persistent int32 tensor that graphs read the plan from.
-        heads: (query heads, KV heads) of the group's layers.
+        heads: (query heads, KV heads, channels of a value) of the group's layers.
     """
     if not split.decodes:
         return None
     return decode.plan_for(
-        seq_lens[: split.decodes], buffer, q_heads=heads[0], kv_heads=heads[1], q_len=split.q_len,
+        seq_lens[: split.decodes], buffer, q_heads=heads[0], kv_heads=heads[1], head_size_v=heads[2], q_len=split.q_len,
         sink_tokens=rule.sink_tokens, recent_tokens=rule.recent_tokens,
     )  # fmt: skip
 

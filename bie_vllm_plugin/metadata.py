@@ -95,14 +95,14 @@ class Int4AsymMetadataBuilder(AttentionMetadataBuilder[Int4AsymMetadata]):
     def _make_plan_buffer(self) -> None:
         """Persistent memory of the decode plan: CUDA graphs read it, `build` rewrites it."""
         layers: dict[str, Any] = self.vllm_config.compilation_config.static_forward_context
-        heads = {(layers[name].num_heads, layers[name].num_kv_heads) for name in self.layer_names}
+        heads = {(x.num_heads, x.num_kv_heads, x.head_size_v) for x in (layers[name] for name in self.layer_names)}
         if len(heads) > 1:
             return  # a plan is cut for one number of rows; decode then makes one per layer
         (self._heads,) = heads
         self._rule = rule_of(self.vllm_config)
         requests = self.vllm_config.scheduler_config.max_num_seqs
         # A plan holds an item per program, at most a wave of them or a few per request.
-        items = tuning.PROGRAMS_PER_SM * tuning.multiprocessors(self.device) + 2 * requests
+        items = tuning.choices(self.device).programs_per_sm * tuning.multiprocessors(self.device) + 2 * requests
         self._plan_buffer = torch.zeros(4 * items + requests + 8, dtype=torch.int32, device=self.device)
 
     def build(

@@ -63,8 +63,8 @@ def decode_call(pool: Pool, batch: int) -> Callable[[], None]:
     size = decode.workspace_bytes(batch, HEADS * 4, 128, 1, kv_heads=HEADS, device=DEVICE)
     work = torch.empty(size, dtype=torch.uint8, device=DEVICE)
     plan = decode.plan_for(
-        lens, torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE), q_heads=HEADS * 4, kv_heads=HEADS, q_len=1,
-        sink_tokens=SINK, recent_tokens=RECENT,
+        lens, torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE), q_heads=HEADS * 4, kv_heads=HEADS,
+        head_size_v=128, q_len=1, sink_tokens=SINK, recent_tokens=RECENT,
     )  # fmt: skip
     return lambda: decode.decode(
         q, pool.body, pool.window, table, window_table, lens, out, work, layout, q_len=1, scale=128**-0.5,

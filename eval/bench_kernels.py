@@ -11,6 +11,7 @@ Prefill has a script of its own, `bench_prefill.py`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -44,19 +45,21 @@ from bie_kernels.tuning import cdiv  # noqa: E402
 PATHS: dict[str, decode.Fast] = {"auto": None, "triton": False, "keys": True}
 PATHS_HELP = (
     "auto: the kernel a user gets; triton: the portable one; keys: decode_keys; "
-    "NAME+SETTING=n changes tuning.SETTING"
+    "NAME+SETTING=n changes tuning.Choices.setting"
 )
-DEFAULTS = {key: value for key, value in vars(tuning).items() if key.isupper()}
+
+CHOSEN = dict(tuning.CHOICES)
+"""As they were before any path changed them."""
 
 
 def choose(path: str) -> decode.Fast:
-    """`name[+SETTING=number...]` -> decode's `fast`, with the settings of `tuning` changed accordingly."""
+    """`name[+SETTING=number...]` -> decode's `fast`, with the `tuning.Choices` of this card changed accordingly."""
     name, *settings = path.split("+")
-    changed = {key: int(value) for key, value in (setting.split("=") for setting in settings)}
-    if unknown := changed.keys() - DEFAULTS.keys():
-        raise ValueError(f"{path}: tuning has no {', '.join(unknown)}")
-    for key, value in (DEFAULTS | changed).items():
-        setattr(tuning, key, value)
+    changed = {key.lower(): int(value) for key, value in (setting.split("=") for setting in settings)}
+    if unknown := changed.keys() - vars(tuning.MEASURED).keys():
+        raise ValueError(f"{path}: tuning has no {', '.join(unknown).upper()}")
+    card = tuning.family(tuning.capability(torch.device(DEVICE if torch.cuda.is_available() else "cpu")))
+    tuning.use(card, dataclasses.replace(CHOSEN[card], **changed))
     return PATHS[name]
 
 
@@ -168,7 +171,7 @@ def decode_timer(case: Case, pool: Pool, dtype: torch.dtype, fast: decode.Fast) 
     work = workspace_for(case, requests)
     plan = decode.plan_for(
         lens, torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE), q_heads=q.shape[1],
-        kv_heads=case.kv_heads, q_len=case.q_len, sink_tokens=SINK, recent_tokens=RECENT,
+        kv_heads=case.kv_heads, head_size_v=layout.v_size, q_len=case.q_len, sink_tokens=SINK, recent_tokens=RECENT,
     )  # fmt: skip
 
     def call(table: torch.Tensor, window_table: torch.Tensor) -> Callable[[], None]:

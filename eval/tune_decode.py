@@ -31,7 +31,7 @@ ROUNDS: list[list[tuple[str, list[str]]]] = [
         ("q6 8x32k", ["keys", "keys+KEYS_TILES=2"]),
         ("d64 32x32k", ["keys", "keys+KEYS_NARROW_STAGES=1"]),
         ("d96 32x32k", ["keys", "keys+KEYS_STAGES=2"]),
-        ("d192 32x32k", ["keys", "keys+KEYS_STAGES=2"]),
+        ("d192 32x32k", ["keys", "keys+KEYS_STAGES=2+PROGRAMS_PER_SM=5"]),
     ],
 ]  # fmt: skip
 """Rounds of (case, paths of bench_kernels): a round's gates run side by side, then its cases are timed."""

@@ -77,7 +77,8 @@ def build(launches: list, arch: int) -> list[dict]:
         source, options = source_of(fn, args, kwargs)
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         metadata = compiled.metadata
-        row = {"kernel": fn.__name__, "sm": arch, "shared": metadata.shared, "warps": metadata.num_warps}
+        constants = {name: value for name, value in kwargs.items() if name in fn.arg_names}
+        row = {"kernel": fn.__name__, "sm": arch, "constants": constants, "shared": metadata.shared}
         rows.append(row | resources(compiled.asm["cubin"]))
     return rows
 
@@ -131,6 +132,10 @@ def calls(layout: PageLayout, dtype: torch.dtype, group: int, q_len: int, fast: 
 
     return {
         "flash": flash,
+        "write": lambda: store.store_and_seal(  # as small steps do: in one launch
+            k, v, body, window, slots, slots, body_table, window_table, starts, lens, layout,
+            max_query_len=PAGE_TOKENS, **numbers,
+        ),
         "store": lambda: store.store(k, v, body, window, slots, slots, layout),
         "seal": lambda: store.seal(
             k, body, window, body_table, window_table, starts, lens, layout, max_query_len=PAGE_TOKENS, **numbers

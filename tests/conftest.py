@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     # Before any test module is collected: whoever imports the kernels first decides for all of a process.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from build_report import pytest_terminal_summary  # noqa: E402, F401 - a hook
 from engine import tiny_llama  # noqa: E402
 
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import ptx
 import torch
 import triton.experimental
 import triton.language
@@ -157,11 +159,18 @@ class Copies:
                 target.copy_(value)
 
 
+@lru_cache
+def _unpacked(asm: str) -> torch.Tensor:
+    """What the assembly makes of every 16-bit number, from -32768 on, [65536, 4]; halves do not mix."""
+    x = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16)
+    return torch.stack([ptx.halves(register, torch.float16) for register in ptx.run(asm, [ptx.words(x)], 4)], -1)
+
+
 def _assembly(asm: str, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int) -> Any:
     if "movmatrix" in asm:
         return Tensor(args[0].data.transpose(-1, -2).contiguous())
     if "lop3" in asm:
-        return tuple(Tensor(((args[0].data.int() >> (4 * i)) & 15).to(torch.float16)) for i in range(4))
+        return tuple(map(Tensor, _unpacked(asm)[args[0].data.int() + 32768].unbind(-1)))
     assert "griddepcontrol" in asm
     return None
 

@@ -18,6 +18,12 @@ from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+LENGTHS = (1, 63, 64, 65, *range(127, 138))
+"""Tokens of a request: around one and two pages, and a recent window and its sinks, all in one batch."""
+
+LONG = 4097
+"""One token beyond 64 pages."""
+
 
 @lru_cache(maxsize=32)
 def _offsets(layout: PageLayout) -> dict[str, torch.Tensor]:
@@ -241,6 +247,12 @@ def _poison_window(batch: Batch, size: int) -> None:
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     """|out - expected| / |expected|; NaN stays NaN."""
     return float((out.float().cpu() - expected).norm() / expected.norm())
+
+
+def worst_error(out: torch.Tensor, expected: torch.Tensor, q_lens: list[int]) -> float:
+    """The largest `relative_error` of any request, `q_lens` rows each; NaN stays NaN."""
+    parts = zip(out.split(q_lens), expected.split(q_lens), strict=True)
+    return float(torch.tensor([relative_error(*part) for part in parts]).max())
 
 
 class _GuardedMemory:

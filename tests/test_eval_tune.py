@@ -9,11 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "eval"))
 
 import bench_kernels  # noqa: E402
 import tune_decode  # noqa: E402
+
+from bie_kernels import tuning  # noqa: E402
 
 GATES = {
     "good": "print(0.002)", "wrong": "print(float('nan'))", "dies": "raise SystemExit('no such kernel')",
@@ -64,7 +67,14 @@ def test_every_variant_names_a_case_and_a_setting() -> None:
             assert case.name == name and case.lengths[0] >= 8192
             for path in paths:
                 bench_kernels.choose(path)
+                chosen, asked = tuning.choices(torch.device("cpu")), dict(x.split("=") for x in path.split("+")[1:])
+                assert all(getattr(chosen, key.lower()) == int(value) for key, value in asked.items())
+                # Nothing that a variant asks for is pruned away on the card that it is for.
+                tile = tuning.keys_tile(case.group * case.q_len, case.head_size)
+                stages = chosen.keys_stages if case.head_size > 64 else chosen.keys_narrow_stages
+                assert (tile.stages, tile.per_sm) == (stages, chosen.programs_per_sm), (name, path)
     bench_kernels.choose("auto")  # puts the settings back
+    assert tuning.choices(torch.device("cpu")) == tuning.MEASURED
     case = tune_decode.case_of("q6 8x32k")
     assert (case.q_len, case.head_size, case.lengths) == (6, 128, (32768,) * 8)
     with pytest.raises(ValueError, match="MAX_TILES"):

@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from gluon_twin import twin  # noqa: E402
+from kernel_cases import LENGTHS  # noqa: E402
 from test_decode import check  # noqa: E402
 
 from bie_kernels import decode  # noqa: E402
@@ -47,7 +48,7 @@ def _quick_lengths(late: bool, dtype: torch.dtype, size: int) -> bool:
     ("late", "dtype", "size"), matrix(_quick_lengths, (True, False), (FP16, BF16), (64, 96, 128, 192, 256))
 )
 def test_lengths_around_pages(late: bool, dtype: torch.dtype, size: int) -> None:
-    lengths = [1, 63, 64, 65, 129, 136, 137, 330] if size == 128 else [70, 337]
+    lengths = [*LENGTHS, 330] if size == 128 else [70, 337]
     check(lengths, PageLayout(size), dtype=dtype, heads=1, pad_requests=1, fast=True)
 
 

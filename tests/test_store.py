@@ -12,7 +12,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kernel_cases import DEVICE, Batch, guard_memory, make_batch, put_keys, put_values  # noqa: E402
+from kernel_cases import DEVICE, LENGTHS, LONG, Batch, guard_memory, make_batch, put_keys, put_values  # noqa: E402
 
 from bie_kernels import reference, store  # noqa: E402
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, token_slot  # noqa: E402
@@ -81,6 +81,13 @@ def test_bytes_of_a_mixed_batch(layout: PageLayout) -> None:
     """Decode, verify and prefill requests together, pages completed at their end, in their middle and not."""
     lengths = [(0, 1), (63, 1), (62, 1), (126, 4), (0, 64), (5, 130), (190, 6)]
     same(make_batch(lengths, layout, pad_tokens=3, pad_requests=2))
+
+
+@pytest.mark.parametrize("new", [3, pytest.param(LONG, marks=pytest.mark.slow)])
+def test_lengths_around_pages(new: int) -> None:
+    """Ends of prompts, and whole prompts, each beside all others."""
+    lengths = [(max(0, n - new), min(n, new)) for n in (*LENGTHS, LONG)]
+    same(make_batch(lengths, PageLayout(64), heads=1, pad_tokens=3, pad_requests=2))
 
 
 @pytest.mark.parametrize(

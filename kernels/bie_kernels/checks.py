@@ -26,8 +26,15 @@ def check_rows(name: str, x: torch.Tensor, heads: int | None, size: int) -> None
     raise ValueError(f"{name} has shape {tuple(shape)}, expected [tokens, {heads or 'heads'}, {size}]")
 
 
-def check_body(body: torch.Tensor, layout: PageLayout) -> None:
-    """`body` is uint8 [blocks, H, page_bytes], strides multiples of 16 bytes."""
+def check_written(name: str, x: torch.Tensor) -> None:
+    """No two elements of `x` lie in one place, as they do after `expand`."""
+    strides = x.stride()
+    if 0 in strides and any(size > 1 and stride == 0 for size, stride in zip(x.shape, strides, strict=True)):
+        raise ValueError(f"{name} is written, but its strides {strides} make elements share memory")
+
+
+def check_body(body: torch.Tensor, layout: PageLayout) -> int:
+    """`body` is uint8 [blocks, H, page_bytes], strides multiples of 16 bytes; returns H."""
     if body.dtype != torch.uint8:
         raise ValueError(f"body has dtype {body.dtype}, expected uint8")
     if body.dim() != 3 or body.shape[2] != layout.page_bytes:
@@ -37,6 +44,8 @@ def check_body(body: torch.Tensor, layout: PageLayout) -> None:
         raise ValueError(
             f"body: strides {body.stride()} must be multiples of 16 bytes, the last one 1, and its start aligned"
         )
+    check_written("body", body)
+    return body.shape[1]
 
 
 def check_window(window: torch.Tensor, layout: PageLayout, heads: int, dtype: torch.dtype) -> None:
@@ -51,10 +60,11 @@ def check_window(window: torch.Tensor, layout: PageLayout, heads: int, dtype: to
         raise ValueError(f"window: the last dimension must be contiguous, strides {window.stride()}")
     if (page | head | token) & 7 or window.data_ptr() & 15:
         raise ValueError(f"window: strides {window.stride()} must be multiples of 16 bytes and its start aligned")
+    check_written("window", window)
 
 
-def check_ints(name: str, x: torch.Tensor, dtype: torch.dtype, *shape: int | None) -> None:
-    """`x` is an int tensor of `shape` (None: any size), its last dimension contiguous."""
+def check_ints(name: str, x: torch.Tensor, dtype: torch.dtype, *shape: int | None) -> int:
+    """`x` is an int tensor of `shape` (None: any size), its last dimension contiguous; returns its first size."""
     sizes = x.shape
     if (
         x.dtype != dtype
@@ -64,6 +74,17 @@ def check_ints(name: str, x: torch.Tensor, dtype: torch.dtype, *shape: int | Non
         raise ValueError(f"{name} is {x.dtype} {tuple(sizes)}, expected {dtype} {shape}")
     if sizes[-1] > 1 and x.stride(-1) != 1:
         raise ValueError(f"{name}: the last dimension must be contiguous")
+    return sizes[0]
+
+
+def as_dtype(name: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The memory of `x`, contiguous and 16-byte aligned, as a flat tensor of `dtype`."""
+    if not x.is_contiguous() or x.data_ptr() & 15:
+        raise ValueError(f"{name} must be contiguous and start at a multiple of 16 bytes")
+    flat = x.reshape(-1)
+    if rest := flat.numel() * flat.element_size() % dtype.itemsize:
+        flat = flat.view(torch.uint8)[:-rest]
+    return flat.view(dtype)
 
 
 def check_numbers(sink_tokens: int, recent_tokens: int, retained: int, layout: PageLayout) -> None:
@@ -80,17 +101,21 @@ def check_numbers(sink_tokens: int, recent_tokens: int, retained: int, layout: P
 def check_attention(
     q: torch.Tensor, body_table: torch.Tensor, window_table: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor,
     heads: int, layout: PageLayout,
-) -> None:  # fmt: skip
-    """What decode and prefill ask of queries that passed `check_rows`, of their output and of the requests."""
+) -> int:  # fmt: skip
+    """What decode and prefill ask of queries that passed `check_rows`, of their output and of the requests.
+
+    Returns the number of requests.
+    """
     if q.shape[1] % heads != 0:
-        raise ValueError(f"{q.shape[1]} query heads are no multiple of {heads} KV heads")
+        raise ValueError(f"q has {q.shape[1]} heads, which are no multiple of {heads} KV heads")
     check_rows("out", out, q.shape[1], layout.v_size)
     if out.dtype != q.dtype or out.shape[0] != q.shape[0]:
         raise ValueError("out must have q's tokens and dtype")
-    requests = seq_lens.shape[0]
+    check_written("out", out)
+    requests = check_ints("seq_lens", seq_lens, torch.int32, None)
     check_ints("body_table", body_table, torch.int32, requests, None)
     check_ints("window_table", window_table, torch.int32, requests, None)
-    check_ints("seq_lens", seq_lens, torch.int32, requests)
+    return requests
 
 
 def check_prefill(
@@ -99,8 +124,7 @@ def check_prefill(
     out: torch.Tensor, layout: PageLayout, sink_tokens: int, recent_tokens: int, retained: int,
 ) -> tuple[int, int]:  # fmt: skip
     """What both ways of prefill ask, shapes as in `bie_kernels.prefill.prefill`; returns (KV heads, requests)."""
-    heads, requests = body.shape[1], seq_lens.shape[0]
-    check_body(body, layout)
+    heads = check_body(body, layout)
     check_rows("q", q, None, layout.head_size)
     check_rows("k", k, heads, layout.head_size)
     check_rows("v", v, heads, layout.v_size)
@@ -109,7 +133,7 @@ def check_prefill(
         raise ValueError("q, k and v differ in dtype")
     if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
         raise ValueError("q, k and v differ in tokens")
-    check_attention(q, body_table, window_table, seq_lens, out, heads, layout)
+    requests = check_attention(q, body_table, window_table, seq_lens, out, heads, layout)
     check_ints("query_start_loc", query_start_loc, torch.int32, requests + 1)
     check_numbers(sink_tokens, recent_tokens, retained, layout)
     return heads, requests

@@ -19,8 +19,15 @@ import torch
 import triton
 import triton.language as tl
 
-from bie_kernels import tuning
-from bie_kernels.checks import check_attention, check_body, check_ints, check_numbers, check_rows, check_window
+from bie_kernels.checks import (
+    as_dtype,
+    check_attention,
+    check_body,
+    check_ints,
+    check_numbers,
+    check_rows,
+    check_window,
+)
 from bie_kernels.launches import Launches
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.merge import merge
@@ -190,7 +197,7 @@ def workspace_bytes(
     for q_len in range(1, max_q_len + 1):
         rows = q_heads // kv_heads * q_len
         for requests in {1, max_reqs}:
-            budget = _budget(requests, q_heads, kv_heads, q_len, device)
+            budget = item_budget(requests, kv_heads, rows, head_size_v, device)
             floats = plan_ints(requests, budget) + budget * kv_heads * rows * (head_size_v + 2)
             most = max(most, 4 * floats + 64)
     return most
@@ -202,6 +209,7 @@ def plan_for(
     *,
     q_heads: int,
     kv_heads: int,
+    head_size_v: int,
     q_len: int,
     sink_tokens: int,
     recent_tokens: int,
@@ -211,24 +219,20 @@ def plan_for(
     Args:
         seq_lens: int32 [R]; workspace: any contiguous tensor with room for the plan,
             which decode launches then must not use as theirs.
+        q_heads, kv_heads: heads on this rank; head_size_v: channels of a value.
 
     Returns:
         int32 plan for `decode(plan=...)`.
+
+    Raises:
+        ValueError: a shape, stride or dtype that does not fit.
     """
-    budget = _budget(seq_lens.shape[0], q_heads, kv_heads, q_len, seq_lens.device)
-    plan = _as_dtype(workspace, torch.int32)
+    requests = check_ints("seq_lens", seq_lens, torch.int32, None)
+    budget = item_budget(requests, kv_heads, q_heads // kv_heads * q_len, head_size_v, seq_lens.device)
+    plan = as_dtype("workspace", workspace, torch.int32)
+    if plan.shape[0] < (need := plan_ints(requests, budget)):
+        raise ValueError(f"workspace has {4 * plan.shape[0]} bytes, {4 * need} are needed")
     return make_plan(seq_lens, plan, q_len=q_len, budget=budget, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
-
-
-def _as_dtype(workspace: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if not workspace.is_contiguous():
-        raise ValueError("the workspace must be contiguous")
-    return workspace.reshape(-1).view(dtype)
-
-
-def _budget(requests: int, q_heads: int, kv_heads: int, q_len: int, device: torch.device) -> int:
-    rows = q_heads // kv_heads * q_len
-    return item_budget(requests, kv_heads, cdiv(rows, tuning.ROWS_PER_PROGRAM), device)
 
 
 def decode(
@@ -273,19 +277,18 @@ def decode(
     Raises:
         ValueError: a shape, stride, dtype or number that the kernels do not take.
     """
-    heads, requests = body.shape[1], seq_lens.shape[0]
-    _check_decode(q, body, window, body_table, window_table, seq_lens, out, layout, q_len)
+    heads, requests = _check_decode(q, body, window, body_table, window_table, seq_lens, out, layout, q_len)
     check_numbers(sink_tokens, recent_tokens, retained, layout)
     if requests == 0:
         return
     q_heads = q.shape[1]
     rows = q_heads // heads * q_len
-    budget = _budget(requests, q_heads, heads, q_len, q.device)
+    budget = item_budget(requests, heads, rows, layout.v_size, q.device)
     start = (plan_ints(requests, budget) + 3) // 4 * 4
     need = start + budget * heads * rows * (layout.v_size + 2)
-    floats = _as_dtype(workspace, torch.float32)
+    floats = as_dtype("workspace", workspace, torch.float32)
     if floats.shape[0] < need:
-        raise ValueError(f"the workspace has {floats.shape[0] * 4} bytes, {need * 4} are needed")
+        raise ValueError(f"workspace has {floats.shape[0] * 4} bytes, {need * 4} are needed")
     if plan is None:
         plan = make_plan(
             seq_lens, floats.view(torch.int32)[:start], q_len=q_len, budget=budget,
@@ -307,16 +310,18 @@ def decode(
     merge(plan, acc, peak, total, out, requests=requests, q_len=q_len)
 
 
-def _check_decode(q, body, window, body_table, window_table, seq_lens, out, layout, q_len) -> None:  # noqa: ANN001
-    requests, heads = seq_lens.shape[0], body.shape[1]
-    check_body(body, layout)
+def _check_decode(
+    q, body, window, body_table, window_table, seq_lens, out, layout, q_len
+) -> tuple[int, int]:  # fmt: skip  # noqa: ANN001
+    heads = check_body(body, layout)
     check_rows("q", q, None, layout.head_size)
     check_window(window, layout, heads, q.dtype)
     if not 1 <= q_len <= MAX_QUERY_TOKENS:
         raise ValueError(f"q_len={q_len}: decode takes 1 to {MAX_QUERY_TOKENS} query tokens")
+    requests = check_attention(q, body_table, window_table, seq_lens, out, heads, layout)
     if q.shape[0] != requests * q_len:
         raise ValueError(f"q has {q.shape[0]} tokens, {requests} requests of {q_len} were announced")
-    check_attention(q, body_table, window_table, seq_lens, out, heads, layout)
+    return heads, requests
 
 
 def _launch(
@@ -325,7 +330,7 @@ def _launch(
 ) -> None:  # fmt: skip  # noqa: ANN001, ANN003
     """The plain Triton kernel."""
     budget, heads, rows, _ = acc.shape
-    tile = decode_tile(rows)
+    tile = decode_tile(rows, q.device)
     channel = layout.key_axis == "channel"
     launch_decode[(budget, heads, cdiv(rows, tile.rows))](
         q, body, window, body_table, window_table, plan, acc, peak, total,

@@ -70,6 +70,11 @@ class FlashPlan:
         every = [call for _, call in self.bands] + [call for _, calls in self.slices for call in calls]
         return max((call.keys for call in every), default=0), max((c.last - c.first for c in every), default=0)
 
+    @cached_property
+    def rows(self) -> int:
+        """Query rows that it covers."""
+        return max((call.last for _, call in self.bands), default=0)
+
     @property
     def launches(self) -> int:
         """Kernels that a layer launches for it: gathers, flash attention, merges."""

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from bie_kernels import tiles
 from bie_kernels.layout import PAGE_TOKENS, PageLayout
 from bie_kernels.tiles import UNPACK
-from bie_kernels.tuning import capability, interpreted
+from bie_kernels.tuning import capability, interpreted, keys_fit
 
 PAGE = gl.constexpr(PAGE_TOKENS)
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
@@ -49,7 +49,7 @@ copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else asy
 
 @lru_cache(maxsize=64)
 def serves(sizes: tuple[int, ...], layout: PageLayout, soft_cap: float, device: torch.device) -> bool:
-    """Whether a Gluon kernel for these sizes serves a launch: a common shape, Ampere or later, a known Triton."""
+    """Whether a Gluon kernel for these sizes serves a launch: a common shape, a card with room, a known Triton."""
     return (
         not interpreted()
         and capability(device) >= (8, 0)
@@ -59,6 +59,7 @@ def serves(sizes: tuple[int, ...], layout: PageLayout, soft_cap: float, device: 
         and layout.head_size in sizes
         and layout.v_size == layout.head_size
         and soft_cap == 0.0
+        and keys_fit(layout.head_size, device)
     )
 
 

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from bie_kernels.checks import check_ints, check_rows, check_written
 from bie_kernels.launches import Launches
 from bie_kernels.tiles import NEGATIVE
 from bie_kernels.tuning import cdiv, overlaps, power_of_2
@@ -75,7 +76,11 @@ def merge(
             when every request has `splits` items.
         acc: fp32 [items, H, rows, E]; peak, total: fp32 [items, H, rows] (base-2 logits).
         out: [R * q_len, H * G, E], written; rows are (query token, head of the group).
+
+    Raises:
+        ValueError: a shape, stride or dtype that the kernel does not take.
     """
+    _check_merge(plan, acc, peak, total, out, requests, q_len, splits)
     _, heads, rows, size = acc.shape
     budget = acc.shape[0]
     # Few requests have many items each: then a program takes few channels, all items at once.
@@ -89,3 +94,27 @@ def merge(
         ROWS=rows, G=rows // q_len, E=size, BE=channels, BS=block, PLANNED=plan is not None, PDL=pdl,
         num_warps=1 if block <= 8 else 4, enable_fp_fusion=True, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
+
+
+def _check_merge(plan, acc, peak, total, out, requests, q_len, splits) -> None:  # noqa: ANN001
+    shape = acc.shape
+    if len(shape) != 4 or not peak.shape == total.shape == shape[:3]:
+        raise ValueError(
+            f"acc {tuple(shape)}, peak {tuple(peak.shape)}, total {tuple(total.shape)}: "
+            "expected [items, kv_heads, rows, channels], and peak and total without channels"
+        )
+    for name, x in (("acc", acc), ("peak", peak), ("total", total)):
+        if x.dtype != torch.float32 or not x.is_contiguous():
+            raise ValueError(f"{name} is {x.dtype} with strides {x.stride()}, expected contiguous float32")
+    items, heads, rows, size = shape
+    if rows % q_len != 0:
+        raise ValueError(f"acc has {rows} rows, no multiple of {q_len} query tokens")
+    check_rows("out", out, heads * rows // q_len, size)
+    check_written("out", out)
+    if out.shape[0] != requests * q_len:
+        raise ValueError(f"out has {out.shape[0]} tokens, {requests} requests of {q_len} were announced")
+    if plan is None:
+        if items != requests * splits:
+            raise ValueError(f"acc has {items} items, {requests} requests of {splits} were announced")
+    elif check_ints("plan", plan, torch.int32, None) <= requests:
+        raise ValueError(f"plan has {plan.shape[0]} numbers, {requests} requests have {requests + 1} first items")

@@ -18,15 +18,21 @@ from bie_kernels.checks import check_ints
 from bie_kernels.launches import Launches
 from bie_kernels.layout import WINDOW_PAGE_TOKENS
 from bie_kernels.tiles import WINDOW_WEIGHT, page_ranges
-from bie_kernels.tuning import multiprocessors, power_of_2
+from bie_kernels.tuning import cdiv, multiprocessors, power_of_2
 
 _SEARCH_STEPS = tl.constexpr(22)
 """Halvings that find any item size below 4 million units."""
 
 
-def item_budget(requests: int, kv_heads: int, row_tiles: int, device: torch.device) -> int:
-    """Items of a launch: one wave of programs, or room for each request and some long ones."""
-    wave = tuning.PROGRAMS_PER_SM * multiprocessors(device) // max(1, kv_heads * row_tiles)
+def item_budget(requests: int, kv_heads: int, rows: int, head_size: int, device: torch.device) -> int:
+    """Items of a launch: one wave of programs, or room for each request and some long ones.
+
+    Args:
+        rows: GQA x query tokens of one KV head; head_size: channels of a value.
+    """
+    row_tiles = cdiv(rows, tuning.choices(device).rows_per_program)
+    programs = tuning.decode_programs(rows, head_size, device)
+    wave = programs * multiprocessors(device) // max(1, kv_heads * row_tiles)
     return max(wave, requests + requests // 4, 1)
 
 
@@ -103,9 +109,8 @@ def make_plan(
     Raises:
         ValueError: a dtype or shape that does not fit.
     """
-    requests = seq_lens.shape[0]
+    requests = check_ints("seq_lens", seq_lens, torch.int32, None)
     size = plan_ints(requests, budget)
-    check_ints("seq_lens", seq_lens, torch.int32, requests)
     check_ints("plan", plan, torch.int32, None)
     if plan.shape[0] < size:
         raise ValueError(f"plan has {plan.shape[0]} numbers, {size} are needed")
@@ -113,7 +118,7 @@ def make_plan(
         raise ValueError(f"budget={budget} is below the {requests} requests")
     block = max(128, power_of_2(requests))  # few sizes: each is a compilation
     launch_plan[(1,)](
-        seq_lens, plan, requests, budget, q_len, sink_tokens, recent_tokens, tuning.MIN_UNITS,
+        seq_lens, plan, requests, budget, q_len, sink_tokens, recent_tokens, tuning.choices(seq_lens.device).min_units,
         BR=block, BB=max(256, power_of_2(budget)), WINDOW_PAGE=WINDOW_PAGE_TOKENS,
         num_warps=1 if block <= 128 else 4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -221,8 +221,8 @@ def prefill(
         return
     channel = layout.key_axis == "channel"
     tiles = q.shape[0] // (tile.rows // group) + requests
-    # Two programs share a multiprocessor; fewer than that and the pages are split.
-    splits = min(MAX_SPLITS, max(1, 2 * multiprocessors(q.device) // (heads * tiles)))
+    # Too few tiles for the card, and their pages are split.
+    splits = min(MAX_SPLITS, max(1, tile.per_sm * multiprocessors(q.device) // (heads * tiles)))
     acc = peak = total = None
     if splits > 1:
         acc = torch.empty(q.shape[0], splits, q.shape[1], layout.v_size, dtype=torch.float32, device=q.device)

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bie_kernels.checks import check_prefill
+from bie_kernels.checks import as_dtype, check_prefill
 from bie_kernels.flash_plan import Call, FlashPlan, Gather, workspace_bytes
 from bie_kernels.launches import Launches
 from bie_kernels.layout import FP16_MAX, PAGE_TOKENS, PageLayout, window_page_tokens
@@ -223,18 +223,22 @@ def prefill(
     """
     if layout.head_size != layout.v_size:
         raise ValueError("flash attention needs keys and values of one head size")
-    heads, _ = check_prefill(
+    heads, requests = check_prefill(
         q, k, v, body, window, body_table, window_table, query_start_loc, seq_lens, out, layout, sink_tokens,
         recent_tokens, retained,
     )  # fmt: skip
     numbers = plan.numbers
     if numbers is None:
         raise ValueError("plan: its numbers are not on the device; call plan.to(device)")
+    if plan.requests != requests or plan.rows > q.shape[0]:
+        raise ValueError(
+            f"plan: made for {plan.requests} requests of {plan.rows} rows, there are {requests} of {q.shape[0]}"
+        )
     keys, rows = plan.sizes
     need = workspace_bytes(keys, rows, q.shape[1], heads, layout, q.element_size())
     if workspace.dtype != torch.uint8 or workspace.numel() < need:
-        raise ValueError(f"workspace has {workspace.numel()} bytes, {need} are needed")
-    room = workspace[: need // q.element_size() * q.element_size()].view(q.dtype)
+        raise ValueError(f"workspace has {workspace.numel()} numbers of {workspace.dtype}, {need} bytes are needed")
+    room = as_dtype("workspace", workspace, q.dtype)
     size = keys * heads * layout.head_size
     flat_k, flat_v, partial = room[:size], room[size : 2 * size], room[2 * size :]
 

@@ -338,12 +338,12 @@ def store(
 
 
 def _check_store(k, v, body, window, body_slots, window_slots, layout) -> None:
-    heads, tokens = body.shape[1], k.shape[0]
+    heads = check_body(body, layout)
     check_rows("k", k, heads, layout.head_size)
     check_rows("v", v, heads, layout.v_size)
+    tokens = k.shape[0]
     if v.shape[0] != tokens or v.dtype != k.dtype:
         raise ValueError("k and v differ in tokens or dtype")
-    check_body(body, layout)
     check_window(window, layout, heads, k.dtype)
     check_ints("body_slots", body_slots, torch.int64, tokens)
     check_ints("window_slots", window_slots, torch.int64, tokens)
@@ -384,28 +384,23 @@ def seal(
     """
     if layout.key_axis == "head_dim":
         return
-    _check_seal(
-        k, body, window, body_table, window_table, query_start_loc, seq_lens, layout, retained=retained,
-        sink_tokens=sink_tokens, max_query_len=max_query_len,
-    )  # fmt: skip
+    heads = check_body(body, layout)
+    check_rows("k", k, heads, layout.head_size)
+    check_window(window, layout, heads, k.dtype)
+    _check_requests(body_table, window_table, query_start_loc, seq_lens, retained, sink_tokens, max_query_len)
     _write(
         k, None, body, window, None, None, body_table, window_table, query_start_loc, seq_lens, layout,
         sink_tokens=sink_tokens, max_query_len=max_query_len,
     )  # fmt: skip
 
 
-def _check_seal(
-    k, body, window, body_table, window_table, query_start_loc, seq_lens, layout, *, retained, sink_tokens,
-    max_query_len,
+def _check_requests(
+    body_table, window_table, query_start_loc, seq_lens, retained, sink_tokens, max_query_len
 ) -> None:  # fmt: skip
-    heads, requests = body.shape[1], seq_lens.shape[0]
-    check_rows("k", k, heads, layout.head_size)
-    check_body(body, layout)
-    check_window(window, layout, heads, k.dtype)
+    requests = check_ints("seq_lens", seq_lens, torch.int32, None)
     check_ints("body_table", body_table, torch.int32, requests, None)
     check_ints("window_table", window_table, torch.int32, requests, None)
     check_ints("query_start_loc", query_start_loc, torch.int32, requests + 1)
-    check_ints("seq_lens", seq_lens, torch.int32, requests)
     if retained < PAGE_TOKENS - 1:
         raise ValueError(f"retained={retained}: sealing needs the last 63 keys in 16 bits")
     if sink_tokens < 0 or max_query_len < 0:
@@ -433,19 +428,19 @@ def store_and_seal(
 
     Args and errors as theirs.
     """
+    _check_store(k, v, body, window, body_slots, window_slots, layout)
+    requests = (body_table, window_table, query_start_loc, seq_lens)
+    sealing = layout.key_axis == "channel"
+    if sealing:
+        _check_requests(*requests, retained, sink_tokens, max_query_len)
     programs = (k.shape[0] + seq_lens.shape[0] * cdiv(max_query_len, PAGE_TOKENS)) * body.shape[1]
-    seal_args = (k, body, window, body_table, window_table, query_start_loc, seq_lens, layout)
-    numbers = {"sink_tokens": sink_tokens, "max_query_len": max_query_len}
     small = k.shape[0] <= FEW_TOKENS and programs <= 2 * multiprocessors(k.device)
     hurried = max_query_len > SHORT_QUERY and k.shape[0] <= HOST_BOUND_TOKENS
-    if layout.key_axis == "head_dim" or not (small or hurried):
-        # Sealing takes many registers: beyond one wave, stores had better not share its launch.
-        store(k, v, body, window, body_slots, window_slots, layout)
-        seal(*seal_args, retained=retained, **numbers)
+    numbers = {"sink_tokens": sink_tokens, "max_query_len": max_query_len}
+    if sealing and (small or hurried):
+        _write(k, v, body, window, body_slots, window_slots, *requests, layout, **numbers)
         return
-    _check_store(k, v, body, window, body_slots, window_slots, layout)
-    _check_seal(*seal_args, retained=retained, **numbers)
-    _write(
-        k, v, body, window, body_slots, window_slots, body_table, window_table, query_start_loc, seq_lens, layout,
-        **numbers,
-    )  # fmt: skip
+    # Sealing takes many registers: beyond one wave, stores had better not share its launch.
+    _write(k, v, body, window, body_slots, window_slots, None, None, None, None, layout)
+    if sealing:
+        _write(k, None, body, window, None, None, *requests, layout, **numbers)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choices per card, kept as data: programs per multiprocessor, tile sizes, warps, pipeline stages.
+"""Choices per card family, kept as data: programs per multiprocessor, tile sizes, warps, pipeline stages.
 
-Measured on an H200 (see NOTES.md); other cards take the same numbers, limited by their
-shared memory, until somebody measures them.
+What `decode_keys` takes of shared memory is known before it is compiled, so its choices are pruned by what
+the card has: fewer pages in the ring, then fewer rows, then fewer programs a multiprocessor.
 """
 
 from __future__ import annotations
@@ -10,35 +10,68 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
 from bie_kernels.layout import PageLayout
 
-PROGRAMS_PER_SM = 8
-"""Decode programs per multiprocessor, one wave: more splits cost more than they balance."""
+Card: TypeAlias = tuple[int, int]
+"""A compute capability; (0, 0) where there is no card."""
 
-MIN_UNITS = 2
-"""Pages below which a split costs more in the merge than it saves."""
+SHARED_MEMORY: dict[Card, int] = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+"""KiB that one program may use. A multiprocessor has SHARED_RESERVED more, which each of its programs takes as well."""
 
-ROWS_PER_PROGRAM = 24
-"""Query rows after which a KV head is counted as two programs that share a wave.
+SHARED_RESERVED = 1
+"""KiB of a program that CUDA keeps for itself."""
 
-What a program of the fast path serves at most up to 128 channels; beyond, and on the portable path, it is near enough.
-"""
 
-KEYS_TILES, KEYS_WIDE_TILES = 3, 2
-"""Tiles of 8 rows of a `decode_keys` program: what the registers hold, up to 128 channels and beyond."""
+@dataclass(frozen=True)
+class Choices:
+    """What was chosen for a card family.
 
-KEYS_STAGES, KEYS_NARROW_STAGES = 1, 2
-"""Pages in its ring, beyond 64 channels and up to there.
+    Attributes:
+        programs_per_sm: decode programs per multiprocessor, one wave: more splits cost more than they balance.
+        min_units: pages below which a split costs more in the merge than it saves.
+        rows_per_program: query rows after which a KV head is counted as two programs that share a wave. What a
+            program of the fast path serves at most up to 128 channels; beyond, and on the portable path, it is
+            near enough.
+        keys_tiles, keys_wide_tiles: tiles of 8 rows of a `decode_keys` program: what the registers hold, up to 128
+            channels and beyond.
+        keys_stages, keys_narrow_stages: pages in its ring, beyond 64 channels and up to there. Keys and values are
+            refilled separately and eight warps share a multiprocessor: one page hides the latency better than two
+            do, except where pages are small.
+        decode_stages: pages in flight in the plain decode kernel.
+        prefill_rows, prefill_warps, prefill_stages: of a prefill program.
+        prefill_programs_per_sm: with fewer tiles than that, pages are split over more programs.
+    """
 
-Keys and values are refilled separately and eight warps share a multiprocessor: one page hides the latency better
-than two do, except where pages are small.
-"""
+    programs_per_sm: int = 8
+    min_units: int = 2
+    rows_per_program: int = 24
+    keys_tiles: int = 3
+    keys_wide_tiles: int = 2
+    keys_stages: int = 1
+    keys_narrow_stages: int = 2
+    decode_stages: int = 2
+    prefill_rows: int = 64
+    prefill_warps: int = 4
+    prefill_stages: int = 1
+    prefill_programs_per_sm: int = 2
 
-SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
-"""KiB that one program may use, by compute capability."""
+
+MEASURED = Choices()
+"""On an H200 (see NOTES.md)."""
+
+CHOICES: dict[Card, Choices] = {
+    (8, 0): MEASURED,  # not measured
+    (8, 6): MEASURED,  # not measured
+    (8, 9): MEASURED,  # not measured
+    (9, 0): MEASURED,
+    (10, 0): MEASURED,  # not measured
+    (12, 0): MEASURED,  # not measured
+}
+"""By compute capability; cards that nobody has measured take the H200's numbers, pruned by their shared memory."""
 
 INTERPRETED_SMS = 4
 """Stand-in for the multiprocessor count where there is no card."""
@@ -73,6 +106,38 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+def current_device() -> torch.device:
+    """The CUDA device that launches go to; the CPU where CUDA was not started."""
+    if not torch.cuda.is_initialized():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@lru_cache(maxsize=32)
+def family(card: Card) -> Card:
+    """The key of CHOICES and SHARED_MEMORY for a card: its own, or the least roomy one of its generation.
+
+    Without a card: the H200's.
+    """
+    if card in SHARED_MEMORY:
+        return card
+    if card == (0, 0):
+        return 9, 0
+    near = [known for known in SHARED_MEMORY if known[0] == card[0]] or list(SHARED_MEMORY)
+    return min(near, key=lambda known: SHARED_MEMORY[known])
+
+
+def choices(device: torch.device) -> Choices:
+    """What was chosen for the family of `device`, before pruning."""
+    return CHOICES[family(capability(device))]
+
+
+def use(card: Card, chosen: Choices) -> None:
+    """Replace the choices of a family: for tuning scripts and tests."""
+    CHOICES[family(card)] = chosen
+    _keys_tile.cache_clear()
+
+
 def overlaps(device: torch.device) -> bool:
     """Whether a kernel may be launched before its predecessor ends (Hopper and later)."""
     return capability(device) >= (9, 0)
@@ -87,7 +152,7 @@ class DecodeTile:
     stages: int
 
 
-def decode_tile(rows: int) -> DecodeTile:
+def decode_tile(rows: int, device: torch.device) -> DecodeTile:
     """Tile for `rows` = GQA x query tokens of one KV head in the plain Triton kernel."""
     if rows <= 8:
         tile = 8
@@ -96,41 +161,99 @@ def decode_tile(rows: int) -> DecodeTile:
     else:
         tile = 32
     # One warp needs no barriers; wide heads spill a little with it, which costs less than they would.
-    return DecodeTile(tile, 1 if tile <= 16 else 2, 2)
+    return DecodeTile(tile, 1 if tile <= 16 else 2, choices(device).decode_stages)
+
+
+# -- decode_keys --------------------------------------------------------------
+def keys_shared(head_size: int, tiles: int, stages: int) -> int:
+    """Bytes of shared memory of a `decode_keys` program: `stages` pages, queries and sums of `tiles` x 8 rows."""
+    half = 64 if head_size <= 64 else 128
+    parts = cdiv(head_size, half)
+    meta_rows = 4 if head_size > 128 else cdiv(head_size, 64)  # scales of the values' groups, 3 are kept as 4
+    page = parts * (16 * half + 2 * half) + 16 * head_size + 64 * meta_rows + 8 * 64  # halfwords
+    return 2 * stages * page + tiles * (2 * 8 * half * parts + 4 * 8 + 4 * 64)
 
 
 @dataclass(frozen=True)
 class KeysTile:
-    """How `decode_keys` cuts rows: programs, tiles of 8 rows of each and of the last, pages in the ring."""
+    """How `decode_keys` cuts rows: programs, tiles of 8 rows of each and of the last, pages in the ring.
+
+    per_sm: programs that share a multiprocessor.
+    """
 
     programs: int
     tiles: int
     last: int
     stages: int
+    per_sm: int
 
 
-def keys_tile(rows: int, head_size: int) -> KeysTile:
-    """Tile of `decode_keys`, rows spread evenly over the fewest programs."""
-    most = KEYS_TILES if head_size <= 128 else KEYS_WIDE_TILES
-    total = -(-rows // 8)
-    programs = -(-total // most)
-    tiles = -(-total // programs)
-    stages = KEYS_STAGES if head_size > 64 else KEYS_NARROW_STAGES
-    return KeysTile(programs, tiles, total - tiles * (programs - 1), stages)
+def prune(chosen: Choices, shared: int, rows: int, head_size: int) -> KeysTile | None:
+    """`chosen` for `rows` of one KV head on a card whose programs may use `shared` KiB; None if not even a row fits.
+
+    Rows are spread evenly over the fewest programs.
+    """
+    stages = chosen.keys_stages if head_size > 64 else chosen.keys_narrow_stages
+    most = chosen.keys_tiles if head_size <= 128 else chosen.keys_wide_tiles
+    total = cdiv(rows, 8)
+    while True:
+        programs = cdiv(total, most)
+        tiles = cdiv(total, programs)
+        need = keys_shared(head_size, tiles, stages)
+        per_sm = min(chosen.programs_per_sm, (shared + SHARED_RESERVED) * 1024 // (need + SHARED_RESERVED * 1024))
+        if per_sm == chosen.programs_per_sm or (per_sm > 0 and stages == 1):
+            return KeysTile(programs, tiles, total - tiles * (programs - 1), stages, per_sm)
+        if stages > 1:
+            stages -= 1
+        elif tiles > 1:
+            most = tiles - 1
+        else:
+            return None
 
 
+@lru_cache(maxsize=256)
+def _keys_tile(card: Card, rows: int, head_size: int) -> KeysTile | None:
+    return prune(CHOICES[family(card)], SHARED_MEMORY[family(card)], rows, head_size)
+
+
+def keys_fit(head_size: int, device: torch.device) -> bool:
+    """Whether the shared memory of `device` holds a `decode_keys` program."""
+    return _keys_tile(capability(device), 1, head_size) is not None
+
+
+def keys_tile(rows: int, head_size: int, device: torch.device | None = None) -> KeysTile:
+    """Tile of `decode_keys` for `rows` = GQA x query tokens of one KV head, on the current device by default.
+
+    Raises:
+        ValueError: the card has too little shared memory.
+    """
+    tile = _keys_tile(capability(device or current_device()), rows, head_size)
+    if tile is None:
+        raise ValueError(f"decode_keys does not fit the shared memory of this card at head size {head_size}")
+    return tile
+
+
+def decode_programs(rows: int, head_size: int, device: torch.device) -> int:
+    """Decode programs that share a multiprocessor of `device`; the plain kernel counts as `decode_keys` does."""
+    tile = _keys_tile(capability(device), rows, head_size)
+    return choices(device).programs_per_sm if tile is None else tile.per_sm
+
+
+# -- prefill ------------------------------------------------------------------
 @dataclass(frozen=True)
 class PrefillTile:
-    """Rows of a prefill program (queries x GQA), its warps and stages."""
+    """Rows of a prefill program (queries x GQA), its warps and stages; programs of a multiprocessor."""
 
     rows: int
     warps: int
     stages: int
+    per_sm: int
 
 
 def prefill_tile(layout: PageLayout, device: torch.device) -> PrefillTile:
     """Tile of the prefill kernel."""
+    chosen = choices(device)
     if layout.group_size == 32:
         # Triton 3.6 miscompiles the wgmma products of 32 channels: two warps take mma.sync.
-        return PrefillTile(32, 2, 1)
-    return PrefillTile(64, 4, 1)
+        return PrefillTile(32, 2, 1, chosen.prefill_programs_per_sm)
+    return PrefillTile(chosen.prefill_rows, chosen.prefill_warps, chosen.prefill_stages, chosen.prefill_programs_per_sm)
