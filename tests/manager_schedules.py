@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random schedules of the cache managers against a model of the worker; `test_cache_manager.py` runs this per release.
 
-Requests arrive, are chunked, drafted, rejected, preempted, resumed, finished, and cached pages
-are evicted. The worker is a book of what it would have written: per position the hash of the
-text up to there, so that a page that holds another text, or a part of one, is told from the right one.
+Requests arrive, are chunked, drafted, rejected, preempted, resumed, finished, two steps of one are
+in flight (asynchronous scheduling), and cached pages are evicted. The worker is a book of what it
+would have written: per position the hash of the text up to there, so that a page that holds another
+text, or a part of one, is told from the right one.
 """
 from __future__ import annotations
 
@@ -114,14 +115,16 @@ class Worker:
 class Schedule:
     """A scheduler that takes its decisions from a list of (action, number)."""
 
-    def __init__(self, manager: KVCacheManager, drafts: int, ahead: int, reserving: bool) -> None:
-        self.manager, self.drafts, self.ahead, self.reserving = manager, drafts, ahead, reserving
+    def __init__(self, manager: KVCacheManager, drafts: int, ahead: int, flights: int, reserving: bool) -> None:
+        self.manager, self.drafts, self.ahead = manager, drafts, ahead
+        self.flights, self.reserving = flights, reserving
         self.body, self.window = parts(manager)
         self.spec, self.worker = self.window.kv_cache_spec, Worker(manager)
         self.pages = manager.block_pool.num_gpu_blocks - 1
         self.running: dict[str, Sequence] = {}
         self.waiting: list[Sequence] = []
         self.batch: list[Step] = []
+        self.next_batch: list[Step] = []
         self.evicted: set[int] = set()
         self.taken: list = []
         self.names = itertools.count()
@@ -141,8 +144,9 @@ class Schedule:
         self.check()
 
     def flush(self) -> None:
-        self.worker.run(self.batch)
-        self.batch.clear()
+        for batch in (self.batch, self.next_batch):
+            self.worker.run(batch)
+            batch.clear()
 
     # -- actions -------------------------------------------------------------------
     def arrive(self) -> None:
@@ -150,7 +154,7 @@ class Schedule:
         prompt = rng.choice(self.prefixes)[: rng.randrange(1, 400)] + [rng.randrange(1000)] * rng.randrange(1, 200)
         request = make_request(f"r{next(self.names)}", prompt, self.window.block_size)
         limit = min(MAX_LEN, len(prompt) + rng.randrange(1, 400))
-        pages = -(-min(MAX_LEN, limit + self.drafts + self.ahead) // PAGE_TOKENS)
+        pages = -(-min(MAX_LEN, limit + self.ahead) // PAGE_TOKENS)
         sequence = Sequence(request, pages + self.spec.peak_pages, limit)
         sequence.extend(prompt)
         self.admit(sequence)
@@ -180,41 +184,54 @@ class Schedule:
         self.seen |= {"resumed with a hit"} if hit and request.num_preemptions else set()
         sequence.hit = hit
         self.running[request.request_id] = sequence
-        self.computed(sequence, hit, sequence.keys[: hit + tokens], hit + tokens, adopts=True)
+        self.computed(sequence, hit, sequence.keys[: hit + tokens], hit + tokens, self.batch, adopts=True)
 
     def step(self) -> None:
-        idle = [s for s in self.running.values() if not any(step.sequence is s for step in self.batch)]
+        """A step of one request, or two, the second one scheduled before the first one's result is known."""
+        idle = [s for s in self.running.values() if not any(s is step.sequence for step in self.batch)]
         if not idle:
             return
         sequence = self.rng.choice(idle)
-        request, computed = sequence.request, sequence.computed
-        pending = request.num_tokens - computed
-        drafts: list[int] = []
-        if pending == 0:
-            sampled = [self.rng.randrange(1000)]
-            request.append_output_token_ids(sampled)
-            sequence.extend(sampled)
-        if pending <= 1 and computed >= request.num_prompt_tokens:
-            drafts = [self.rng.randrange(1000) for _ in range(self.drafts)]
-        tokens = 1 + len(drafts) if pending <= 1 else min(self.rng.choice(CHUNKS), pending)
-        if computed + tokens > sequence.limit:
+        request = sequence.request
+        if request.num_tokens == sequence.computed:
+            self.sample(sequence, 1)
+        steps, leave = [], self.preempt  # tokens of each, drafts among them
+        for _ in range(self.rng.randint(1, self.flights)):
+            pending = request.num_tokens - request.num_computed_tokens
+            decodes = pending <= 1 and request.num_computed_tokens + pending >= request.num_prompt_tokens
+            tokens, drafts = (1 + self.drafts, self.drafts) if decodes else (min(self.rng.choice(CHUNKS), pending), 0)
+            if request.num_computed_tokens + tokens > sequence.limit:
+                leave = self.finish
+                break
+            if self.manager.allocate_slots(request, tokens, num_lookahead_tokens=self.ahead) is None:
+                assert not self.reserving, "a request was refused what it was promised"
+                break
+            steps.append((tokens, drafts))
+            request.num_computed_tokens += tokens
+            request.num_in_flight_tokens += tokens
+        request.num_in_flight_tokens, request.num_computed_tokens = 0, sequence.computed
+        for batch, (tokens, drafts) in zip((self.batch, self.next_batch), steps, strict=False):
+            begin = sequence.computed
+            if begin == request.num_tokens:
+                self.sample(sequence, 1)
+            guess = Sequence(request, 0, 0, sequence.keys[: begin + tokens - drafts])
+            guesses = [self.rng.randrange(1000) for _ in range(drafts)]
+            guess.extend(guesses)
+            accepted = self.rng.randrange(drafts + 1)
+            self.sample(sequence, accepted, guesses)
+            self.seen |= {"rejected"} if accepted < drafts else set()
+            self.computed(sequence, begin, guess.keys, begin + tokens - drafts + accepted, batch)
+        if not steps:
             self.flush()
-            self.finish(sequence)
-        elif self.manager.allocate_slots(request, tokens, num_lookahead_tokens=self.ahead) is None:
-            assert not self.reserving, "a request was refused what it was promised"
-            self.flush()
-            self.preempt(sequence)
-        else:
-            accepted = self.rng.randrange(len(drafts) + 1)
-            guess = Sequence(request, 0, 0, sequence.keys[: computed + tokens - len(drafts)])
-            guess.extend(drafts)
-            request.append_output_token_ids(drafts[:accepted])
-            sequence.extend(drafts[:accepted])
-            self.seen |= {"rejected"} if accepted < len(drafts) else set()
-            self.computed(sequence, computed, guess.keys, computed + tokens - len(drafts) + accepted)
+            leave(sequence)
 
-    def computed(self, sequence: Sequence, begin: int, text: list[int], end: int, adopts: bool = False) -> None:
-        self.batch.append(Step(sequence, begin, text, adopts))
+    def sample(self, sequence: Sequence, count: int, tokens: list[int] | None = None) -> None:
+        tokens = tokens[:count] if tokens is not None else [self.rng.randrange(1000) for _ in range(count)]
+        sequence.request.append_output_token_ids(tokens)
+        sequence.extend(tokens)
+
+    def computed(self, sequence: Sequence, begin: int, text: list[int], end: int, batch: list, adopts: bool = False):
+        batch.append(Step(sequence, begin, text, adopts))
         sequence.computed = sequence.request.num_computed_tokens = end
 
     def preempt(self, sequence: Sequence | None = None) -> None:
@@ -309,23 +326,24 @@ SEEN: set[str] = set()
     schedule=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 1 << 20)), min_size=40, max_size=100),
     hits=st.sampled_from(["relaxed", "strict"]), caching=st.sampled_from([True, True, False]),
     drafts=st.sampled_from([0, 1, 5]), drafter=st.sampled_from(["none", "cached", "eagle"]),
+    flights=st.sampled_from([1, 2]),
     room=st.sampled_from([0, 20, 150]), retention=st.sampled_from([0, 0, 128, None]),
     shape=st.sampled_from([(2, 8, 128), (2, 0, 64), (4, 40, 100)]), reserving=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=50, deadline=None)
 def test_random_schedules_keep_the_invariants(
-    schedule, hits, caching, drafts, drafter, room, retention, shape, reserving
+    schedule, hits, caching, drafts, drafter, flights, room, retention, shape, reserving
 ):
     itemsize, sink, recent = shape
     ahead = drafts if drafter != "none" else 0
     options = {
         "caching": caching, "lookahead": drafts, "ahead": ahead, "dropped": PAGE_TOKENS if drafter == "eagle" else 0,
         "max_len": MAX_LEN, "prefix_hits": hits, "retention": retention, "chunk": max(CHUNKS), "itemsize": itemsize,
-        "sink_tokens": sink, "recent_tokens": recent,
+        "sink_tokens": sink, "recent_tokens": recent, "batches": flights,
     }  # fmt: skip
     smallest = 1 + MAX_LEN // PAGE_TOKENS + parts(make_manager(500, **options))[1].kv_cache_spec.peak_pages
     manager = make_manager(smallest + room, **options)
-    driver = Schedule(manager, drafts, ahead, reserving)
+    driver = Schedule(manager, drafts, ahead, flights, reserving)
     for action, number in schedule:
         driver.act(action, number)
     driver.end()
