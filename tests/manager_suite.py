@@ -34,7 +34,7 @@ init_none_hash(sha256)
 
 def make_manager(blocks: int, *, caching: bool = True, lookahead: int = 0, itemsize: int = 2,
                  retention: int | None = 0, max_len: int = MAX_LEN, batches: int = 1, chunk: int = 0,
-                 events: bool = False, ahead: int = 0, dropped: int = 0,
+                 events: bool = False, ahead: int = 0, dropped: int = 0, stats: bool = True,
                  **options) -> KVCacheManager:  # fmt: skip
     """vLLM's manager over a body and a window group."""
     config = Int4AsymConfig(**options)
@@ -47,15 +47,17 @@ def make_manager(blocks: int, *, caching: bool = True, lookahead: int = 0, items
     )
     return KVCacheManager(
         kv_config, max_model_len=max_len, scheduler_block_size=PAGE_TOKENS, hash_block_size=window.block_size,
-        max_in_flight_tokens=2048, enable_caching=caching, log_stats=True, enable_kv_cache_events=events,
+        max_in_flight_tokens=2048, enable_caching=caching, log_stats=stats, enable_kv_cache_events=events,
         use_eagle=dropped > 0,
     )  # fmt: skip
 
 
-def make_request(name: str, tokens: list[int], page: int = 16) -> Request:
+def make_request(name: str, tokens: list[int], page: int = 16, prompt_logprobs: int | None = None, **keys) -> Request:
+    """`keys` go to the request: cache_salt, lora_request, mm_features."""
     return Request(
-        request_id=name, prompt_token_ids=tokens, sampling_params=SamplingParams(max_tokens=10_000),
-        pooling_params=None, block_hasher=get_request_block_hasher(page, sha256),
+        request_id=name, prompt_token_ids=tokens, pooling_params=None,
+        sampling_params=SamplingParams(max_tokens=10_000, prompt_logprobs=prompt_logprobs),
+        block_hasher=get_request_block_hasher(page, sha256), **keys,
     )  # fmt: skip
 
 

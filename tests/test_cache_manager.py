@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`manager_suite.py` and `manager_schedules.py` on every supported release, and vLLM's own grouping of layers."""
+"""The managers on every supported release, and vLLM's own grouping of layers."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from vllm_sources import run_with
 
-SUITE = [str(Path(__file__).with_name(f"manager_{name}.py")) for name in ("suite", "schedules")]
+SUITE = [str(Path(__file__).with_name(f"manager_{name}.py")) for name in ("suite", "scenarios", "schedules")]
 
 
 @pytest.mark.parametrize("version", ["0.32", "0.33"])
