@@ -197,7 +197,7 @@ def collect(args: argparse.Namespace, formats: list[Any], units: list[dict[str, 
     base = formats[0]
     result: dict[str, Any] = {
         "model": args.name, "dtype": args.dtype, "command": "python " + shlex.join(sys.argv), "versions": versions(),
-        "formats": {}, "records": [], "positions": {}, "needles": [], "tasks": [], "verdicts": [],
+        "formats": {}, "records": [], "positions": {}, "needles": [], "tasks": [], "verdicts": [], "notes": {},
     }  # fmt: skip
     for fmt in formats:
         done = sum(runner.result(fmt, u) is not None for u in units)
@@ -261,9 +261,8 @@ def add_tasks(args: argparse.Namespace, formats: list[Any], result: dict[str, An
     verdicts = dict(result["verdicts"])
     for label in samples:
         if label != "auto":
-            verdicts.setdefault(label, []).extend(
-                quality_tasks.losses(samples["auto"], samples[label], args.tolerance)
-            )
+            lost, result["notes"][label] = quality_tasks.losses(samples["auto"], samples[label], args.tolerance)
+            verdicts.setdefault(label, []).extend(lost)
     result["verdicts"] = list(verdicts.items())
 
 
@@ -325,7 +324,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, SystemExit) as error:
         print(f"quality.py: {error}", file=sys.stderr)
         return 2
-    verdicts = [stats.verdict(label, losses) for label, losses in result["verdicts"]]
+    notes = result.pop("notes")
+    verdicts = [stats.verdict(label, losses, notes.get(label, ())) for label, losses in result["verdicts"]]
     result["verdicts"] = [v.as_record() for v in verdicts]
     print(write(args, result))
     for v in verdicts:

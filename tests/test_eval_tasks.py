@@ -15,6 +15,7 @@ sys.path[:0] = [str(EVAL), str(EVAL / "tasks")]
 
 import bie_tasks
 import make_tasks
+import quality
 import quality_formats
 import quality_stats
 import quality_tasks
@@ -48,14 +49,59 @@ def test_scoring():
     assert bie_tasks.score_text({"answer": "ab-1"}, [" ab-1\nx"]) == {"acc": 1}
 
 
-def test_losses_pair_items_and_invalid_json_rejects():
-    items = {str(i): 1.0 for i in range(600)}
-    base = {"bie_json": {"acc": items, "valid": items}}
-    other = {"bie_json": {"acc": items, "valid": {k: float(int(k) >= 12) for k in items}}}
-    losses = quality_tasks.losses(base, other, 1.0)
-    assert [x.outcome for x in losses] == [quality_stats.ACCEPT, quality_stats.REJECT]
-    assert "valid below 99 %" in quality_stats.verdict("x", losses).sentence
-    assert len(quality_tasks.losses(base, base, 1.0)) == 1
+def json_samples(valid: int, right: int, n: int = 600) -> quality_tasks.Samples:
+    """n items of bie_json, so many of them valid, and so many valid and right."""
+    first = lambda count: {str(i): float(i < count) for i in range(n)}
+    return {"bie_json": {"acc": first(right), "valid": first(valid)}}
+
+
+@pytest.mark.parametrize(
+    ("auto", "other", "rejected", "noted"),
+    [
+        ((600, 600), (600, 600), [], []),
+        ((600, 600), (594, 594), [], []),  # 99.0 % is not below it
+        ((600, 600), (593, 593), ["valid", "valid and right"], []),
+        ((600, 600), (600, 593), ["valid and right"], []),
+        ((594, 594), (593, 593), ["valid", "valid and right"], []),
+        ((600, 593), (593, 593), ["valid"], ["valid and right"]),
+        ((593, 200), (593, 200), [], ["valid", "valid and right"]),
+        ((593, 200), (600, 600), [], ["valid", "valid and right"]),  # better than auto: still said
+    ],
+)
+def test_json_below_99_percent_rejects_where_auto_reaches_it(auto, other, rejected, noted):
+    losses, notes = quality_tasks.losses(json_samples(*auto), json_samples(*other), 5.0)
+    ours = [loss for loss in losses if "below 99 %" in loss.measure]
+    assert {loss.measure for loss in ours} == {f"bie_json {words} below 99 %" for words in rejected}
+    assert all(loss.outcome == quality_stats.REJECT for loss in ours)
+    verdict = quality_stats.verdict("x", losses, notes)
+    assert (verdict.outcome == quality_stats.REJECT) == bool(rejected)
+    assert [f"that must be {words} are not asked" in verdict.sentence for words in ("valid", "valid and right")] == [
+        words in noted for words in ("valid", "valid and right")
+    ]
+    if noted:
+        said = 100 * auto[1 if noted == ["valid and right"] else 0] / 600
+        assert f"auto itself has {said:.1f} %" in verdict.sentence
+    assert verdict.sentence.count("\n") == 0 and verdict.sentence.endswith(".")
+
+
+def test_the_harness_says_what_was_not_asked(monkeypatch):
+    """From the tasks' results to the sentences, format by format."""
+    shares = {"auto": (600, 593), "good": (600, 600), "bad": (593, 593)}
+    monkeypatch.setattr(quality_tasks, "run", lambda model, fmt, args: json_samples(*shares[fmt.label]))
+    formats = [quality_formats.Format(name, name) for name in shares]
+    result = {"formats": dict.fromkeys(shares, "ran"), "tasks": [], "verdicts": [], "notes": {}}
+    quality.add_tasks(argparse.Namespace(model="m", jobs=1, tolerance=5.0), formats, result)
+    sentences = {name: quality_stats.verdict(name, lost, result["notes"][name]) for name, lost in result["verdicts"]}
+    assert {name: verdict.outcome for name, verdict in sentences.items()} == {
+        "good": quality_stats.ACCEPT, "bad": quality_stats.REJECT
+    }  # fmt: skip
+    assert all("auto itself has 98.8 % (this format" in verdict.sentence for verdict in sentences.values())
+
+
+def test_other_tasks_have_no_share_to_reach():
+    items = {str(i): float(i < 300) for i in range(600)}
+    losses, notes = quality_tasks.losses({"gsm8k": {"acc": items}}, {"gsm8k": {"acc": items}}, 1.0)
+    assert [loss.measure for loss in losses] == ["gsm8k acc"] and notes == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
