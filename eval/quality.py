@@ -126,7 +126,8 @@ def plan(args: argparse.Namespace) -> tuple[list[Any], list[dict[str, Any]], int
     if max(contexts) > longest:
         raise ValueError(f"{args.model} takes {longest} tokens, not the {max(contexts)} of --contexts.")
     needle_contexts = args.needle_contexts or [n for n in contexts if n in (4096, 8192)] or [max(contexts)]
-    kinds = [] if args.needles == ["none"] else args.needles
+    unasked = args.ablation and args.needles == build_parser().get_default("needles")
+    kinds = [] if unasked or args.needles == ["none"] else args.needles
     if unknown := set(kinds) - set(quality_data.NEEDLES):
         known = ", ".join(quality_data.NEEDLES)
         raise ValueError(f"needles {sorted(unknown)[0]!r} are unknown; there are {known}, none.")
@@ -137,8 +138,6 @@ def plan(args: argparse.Namespace) -> tuple[list[Any], list[dict[str, Any]], int
 
         variants = quality_formats.ablation(layers, not torch.cuda.is_available())
         formats = [quality_formats.parse_format("auto"), *variants]
-        if args.needles == build_parser().get_default("needles"):
-            kinds = []
     else:
         formats = quality_formats.parse_formats(args.formats)
     docs = quality_data.documents(tokenizer, [] if args.documents == ["none"] else args.documents, args.text)
