@@ -14,6 +14,7 @@ done is kept: the same command resumes where it was stopped. Exit status: 0 the 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import platform
@@ -94,15 +95,15 @@ def model_facts(model: str, tokenizer: bool = True) -> tuple[Any, int, int]:
     return tokens, int(text.max_position_embeddings), int(text.num_hidden_layers)
 
 
-def versions() -> dict[str, str]:
-    """What the numbers depend on besides the model."""
+def versions(engine: bool = True) -> dict[str, str]:
+    """What the numbers depend on besides the model; without vLLM's where no `engine` ran."""
     import torch
     import transformers
-    import vllm
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
-    return {
-        "vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
+    found = {"vllm": importlib.import_module("vllm").__version__} if engine else {}
+    return found | {
+        "torch": torch.__version__, "transformers": transformers.__version__,
         "python": platform.python_version(), "machine": device,
     }  # fmt: skip
 
