@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -104,12 +105,41 @@ def test_other_tasks_have_no_share_to_reach():
     assert [loss.measure for loss in losses] == ["gsm8k acc"] and notes == []
 
 
-@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
-def test_task_definitions_load():
-    from lm_eval.tasks import TaskManager
+@pytest.fixture(scope="module")
+def manager():
+    return pytest.importorskip("lm_eval.tasks").TaskManager(include_path=str(EVAL / "tasks"))
 
-    manager = TaskManager(include_path=str(EVAL / "tasks"))
+
+def test_task_definitions_load(manager):
     assert set(TASKS) <= set(manager.all_tasks)
+
+
+def test_documented_names_are_lm_evals(manager):
+    """Every task that our documentation names is one of lm-eval's or ours, the four of the Hub among them."""
+    files = [EVAL.parent / "README.md", EVAL / "RESULTS.md", *EVAL.glob("*.py"), *EVAL.glob("*.sh")]
+    named = {name for file in files for match in re.findall(r"--tasks ([a-z]\w*(?:,\w+)*)", file.read_text())
+             for name in match.split(",")}  # fmt: skip
+    assert {"gsm8k", "humaneval", "ifeval", "ruler", *TASKS} <= named
+    unknown = [name for name in named if not manager.match_tasks([name])]
+    assert not unknown
+
+
+@pytest.mark.parametrize(
+    ("task", "allowed", "length", "words"),
+    [("humaneval", "0", 8192, "HF_ALLOW_CODE_EVAL=1"), ("humaneval", "1", 2048, None), ("gsm8k", "0", 2048, None),
+     ("ruler", "0", 4096, "texts of 4096 tokens, and the engine takes 4096"), ("ruler", "0", 8192, None),
+     ("niah_single_1", "0", None, "the engine takes 2048")],
+)  # fmt: skip
+def test_what_a_task_needs_is_said_first(task, allowed, length, words, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_ALLOW_CODE_EVAL", allowed)
+    engine = {} if length is None else {"max_model_len": length}
+    sentence = quality_tasks.unmet([task], engine)
+    assert (sentence is None) == (words is None)
+    if words:
+        args = argparse.Namespace(tasks=[task], engine_args=engine)
+        with pytest.raises(ValueError, match=re.escape(words)) as error:
+            quality_tasks.run("model", quality_formats.Format("int4_asym", "int4_asym"), args)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow
