@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every private touch-point of vLLM, gated by version.
+"""Every wrapped function and private module of vLLM, gated by version; `layers` sets specs on instances.
 
 What is wrapped, and why no public way does it:
 
@@ -149,7 +149,7 @@ def _before_models(original: Any) -> None:
     original()
     try:
         _wrap_initialize_model()
-    except INSTALL_ERRORS as error:  # never stop another engine; ours checks its layers after loading, too
+    except (*INSTALL_ERRORS, OSError) as error:  # never stop another engine; ours checks its layers after loading, too
         logger.info("int4_asym cannot check layers before weights are loaded: %s", error)
 
 

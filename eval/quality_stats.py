@@ -57,10 +57,13 @@ class Loss:
         return ACCEPT if self.high <= self.tolerance and self.n >= ENOUGH else UNSURE
 
     def __str__(self) -> str:
-        return (
-            f"{self.measure} {self.value:+.2f} {self.unit} (95 % interval {self.low:+.2f} to {self.high:+.2f}, "
-            f"{self.n} pairs)"
-        )
+        return f"{self.measure} {self.value:+.2f} {self.unit} ({self._interval()}{self.n} pairs)"
+
+    def _interval(self) -> str:
+        """Bounds that are asked of the share itself (`quality_tasks.JSON_SHARE`) have none."""
+        if self.low == self.high == self.value:
+            return ""
+        return f"95 % interval {self.low:+.2f} to {self.high:+.2f}, "
 
 
 def interval(values: np.ndarray, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:

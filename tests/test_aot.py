@@ -45,6 +45,11 @@ MATRIX = [
     for arch, size, (family, rest) in itertools.product(archs, sizes, FAMILIES)
     if size in KEYS_SIZES or not rest.endswith("-keys")
 ]
+
+WIDE_SPILLS = 24
+"""Bytes of stack that 16 rows of 256 channels keep outside the main loop on some cards; nothing else may."""
+
+
 def build(name: str) -> list[dict]:
     """Compile in a process of its own: this one may run Triton's interpreter."""
     root = Path(__file__).resolve().parents[1]
@@ -68,11 +73,13 @@ def check(name: str, record_property) -> None:  # noqa: ANN001
         )
         keys = row["kernel"] == "decode_keys_kernel"
         if row["kernel"].startswith("decode") and (name in BUILDS or keys):
-            assert row["local"] == row["stack"] == 0, f"{name}: {row['kernel']} spills"
+            sizes = row["constants"]
+            allowed = WIDE_SPILLS if keys and name not in BUILDS and sizes["D"] == 256 and sizes["T"] == 2 else 0
+            assert row["local"] == 0 and row["stack"] <= allowed, f"{name}: {row['kernel']} spills"
         if keys:
             sizes = row["constants"]
             reckoned = keys_shared(sizes["D"], max(sizes["T"], sizes["LAST"]), sizes["STAGES"])
-            assert row["shared"] <= reckoned, f"{name} takes {row['shared']} bytes, the pruning reckons with {reckoned}"
+            assert row["shared"] == reckoned, f"{name} takes {row['shared']} bytes, the pruning reckons with {reckoned}"
     if name.startswith("write"):
         (row,) = rows
         assert row["constants"]["STORE"] and row["constants"]["SEAL"], f"{name} is not one launch"

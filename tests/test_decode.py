@@ -183,6 +183,16 @@ def test_fast_rows(group: int, q_len: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("q_scale", [1e-4, 1e-12])
+def test_fast_tiny_queries(q_scale: float, size: int) -> None:
+    """Rows whose keys of a page are all masked: their exponents must not be rounding errors."""
+    lengths = [*LENGTHS, 330]
+    check(lengths, PageLayout(size), dtype=torch.bfloat16, heads=1, q_scale=q_scale, fast=True)
+    check(lengths, PageLayout(size), dtype=torch.bfloat16, heads=1, q_scale=q_scale, fast=True, dropped=True)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("options", [
     {"sink_tokens": 0}, {"sink_tokens": 20}, {"sink_tokens": 100}, {"dropped": True}, {"recent_tokens": 64},
     {"dtype": torch.bfloat16, "q_scale": 300.0, "spread": 20000.0, "offset": 0.0, "limit": 0.02},

@@ -73,6 +73,7 @@ def test_rows(late: bool, rows: tuple[int, int], size: int) -> None:
         (True, False),
         (
             {"sink_tokens": 0}, {"sink_tokens": 100}, {"dropped": True}, {"recent_tokens": 64},
+            {"dtype": BF16, "q_scale": 1e-12},
             {"dtype": BF16, "q_scale": 300.0, "spread": 20000.0, "offset": 0.0, "limit": 0.02},
         ),
     ),

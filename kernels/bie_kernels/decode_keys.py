@@ -42,7 +42,7 @@ from bie_kernels.keys_window import add_window_values, window_keys, window_value
 from bie_kernels.launches import Launches
 from bie_kernels.layout import PageLayout, window_page_tokens
 from bie_kernels.tiles import LOG2E, MASKED_SCORE, NEGATIVE, NEVER
-from bie_kernels.tuning import keys_tile, overlaps
+from bie_kernels.tuning import choices, keys_tile, overlaps
 
 HEAD_SIZES = (64, 96, 128, 192, 256)
 """Key and value head sizes of this kernel."""
@@ -183,7 +183,8 @@ def _decode_rows(
             weights, alpha, peak = softmax_tiles(
                 scores, bias, ring_f, log_scale, (), None, None, peak, T, PAGE, gl.float16, False
             )
-            # Whole pages only: recent_tokens is at least a page, so that every value was written.
+            # Whole pages only, so that every value was written: recent_tokens is at least a page, and where a
+            # 16-bit copy is missing before `computed`, the page was complete when it was dropped or hit.
             acc = add_page_values(weights, alpha, acc, ring_low, ring_v, ring_vs, ring_vm, 0, D, T, VB)
 
     # 3. The 16-bit window, one window page a step, queries in their own dtype.
@@ -304,6 +305,7 @@ def launch(
     del soft_cap
     budget, heads, rows, _ = acc.shape
     tile = keys_tile(rows, layout.head_size)
+    registers = choices(q.device).keys_registers
     launch_decode_keys[(budget, heads, tile.programs)](
         q, body.view(torch.int16), window, body_table, window_table, plan, acc, peak, total,
         q.stride(0), q.stride(1), body.stride(0) // 2, body.stride(1) // 2,
@@ -311,5 +313,5 @@ def launch(
         plan.shape[0] - 4 * budget, scale, sink_tokens, recent_tokens, retained,
         q_len=q_len, H=heads, G=rows // q_len, D=layout.head_size, T=tile.tiles, LAST=tile.last,
         WINDOW_PAGE=window_page_tokens(q.element_size()), STAGES=tile.stages, LOAD=2, VB=32, PDL=overlaps(q.device),
-        num_warps=1, enable_fp_fusion=True,
+        num_warps=1, enable_fp_fusion=True, **({"maxnreg": registers} if registers else {}),
     )  # fmt: skip

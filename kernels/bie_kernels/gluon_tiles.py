@@ -83,12 +83,6 @@ def window_page_of(u, window_sinks, window_start):
     return gl.where(u < window_sinks, u, u - window_sinks + window_start)
 
 
-@gluon.jit
-def token_of_slot(i):
-    """Token of a page whose metadata is at slot i."""
-    return ((i >> 2) & 3) * 16 + ((i >> 1) & 1) * 8 + (i >> 4) * 2 + (i & 1)
-
-
 # -- unpacking ----------------------------------------------------------------
 @gluon.jit
 def unpack(x):

@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from bie_kernels.gluon_tiles import CHUNKS, rows_layout
 from bie_kernels.keys_tiles import query_operand
+from bie_kernels.tiles import LEAST_POWER
 
 
 @gluon.jit
@@ -39,7 +40,7 @@ def store_queries(
             wide = q.to(gl.float32)
             size = gl.max(gl.abs(wide), 1)
             power = (size.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-            power = gl.where((size > 1.0e-30) & (size < 1.0e30), power, 1.0)
+            power = gl.where(size < 1.0e30, gl.maximum(power, LEAST_POWER), 1.0)
             q = (wide / gl.expand_dims(power, 1)).to(gl.float16)
             ring_f.index(tile).store(power * log_scale)
         bits = gl.reshape(q.to(gl.int16, bitcast=True), [8, BD // 32, 2, 2, 4, 2])  # g, chunk, i1, i0, t, e

@@ -47,12 +47,6 @@ def word_rows(words):
     return gl.DistributedLinearLayout(registers, [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]], [], [], [256, 2 * words])
 
 
-@gluon.constexpr_function
-def meta_chunks(columns):
-    """16 bytes a thread of a table with rows of `columns` halfwords."""
-    return gl.BlockedLayout([1, 8], [32 // (columns // 8), columns // 8], [1, 1], [1, 0])
-
-
 @gluon.jit
 def split_words(x, WORDS: gl.constexpr):
     """Key codes (int16 [tokens and t, 2 WORDS]) -> WORDS words of 8 channels, [tokens, t, e] each."""

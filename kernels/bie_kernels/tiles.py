@@ -32,11 +32,10 @@ NEGATIVE = tl.constexpr(-1.0e30)
 """Stands for minus infinity: finite, so that a row without keys makes no NaN."""
 
 MASKED_SCORE = tl.constexpr(-3.0e38)
-"""Where the products of a masked key start: times a factor of 1e-7 or more it stays below NEGATIVE.
+"""Where the products of a masked key start: times LEAST_POWER and any softmax scale still far below NEGATIVE."""
 
-With smaller factors (queries that are almost zero) a page without any readable key counts with a
-peak that is far below every other page's, which takes it back.
-"""
+LEAST_POWER = tl.constexpr(2.0**-10)
+"""What a query row is divided by at least. Its fp16 numbers may then be subnormal, but its scores are nothing."""
 
 WINDOW_WEIGHT = tl.constexpr(2)
 """Units of a window page: as many bytes as a body page, but read without a pipeline."""

@@ -2,13 +2,13 @@
 """Choices per card family, kept as data: programs per multiprocessor, tile sizes, warps, pipeline stages.
 
 What `decode_keys` takes of shared memory is known before it is compiled, so its choices are pruned by what
-the card has: fewer pages in the ring, then fewer rows, then fewer programs a multiprocessor.
+the card has: fewer pages in the ring, then fewer programs a multiprocessor, then fewer rows.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -41,6 +41,8 @@ class Choices:
         keys_stages, keys_narrow_stages: pages in its ring, beyond 64 channels and up to there. Keys and values are
             refilled separately and eight warps share a multiprocessor: one page hides the latency better than two
             do, except where pages are small.
+        keys_registers: registers that it may use, if ptxas is to be told: it aims for 12 warps a multiprocessor on
+            some cards, and spills for them.
         decode_stages: pages in flight in the plain decode kernel.
         prefill_rows, prefill_warps, prefill_stages: of a prefill program.
         prefill_programs_per_sm: with fewer tiles than that, pages are split over more programs.
@@ -53,6 +55,7 @@ class Choices:
     keys_wide_tiles: int = 2
     keys_stages: int = 1
     keys_narrow_stages: int = 2
+    keys_registers: int | None = None
     decode_stages: int = 2
     prefill_rows: int = 64
     prefill_warps: int = 4
@@ -65,8 +68,8 @@ MEASURED = Choices()
 
 CHOICES: dict[Card, Choices] = {
     (8, 0): MEASURED,  # not measured
-    (8, 6): MEASURED,  # not measured
-    (8, 9): MEASURED,  # not measured
+    (8, 6): replace(MEASURED, keys_registers=255),  # not measured
+    (8, 9): replace(MEASURED, keys_registers=255),  # not measured
     (9, 0): MEASURED,
     (10, 0): MEASURED,  # not measured
     (12, 0): MEASURED,  # not measured
