@@ -49,6 +49,34 @@ SPILLS = {"decode-sm_90-d128-bf16-q6-keys": 64, "decode-sm_89-d128-bf16-q6-keys"
 """Bytes of stack that a named build may take: 24 rows need every register, the rest goes around the loops."""
 
 
+MATRIX_SPILLS = {
+    "d64-keys": 8,
+    "d80-g32": 80, "d80-gqa16": 128, "d80-head_dim": 96, "d80-q6": 208,
+    "d96-q6-keys": 64,
+    "d96-g32": 56, "d96-gqa16": 144, "d96-head_dim": 112, "d96-q6": 216,
+    "d112-g32": 80, "d112-gqa16": 112, "d112-head_dim": 88, "d112-q6": 216,
+    "d128-q6-keys": 88,
+    "d128-g32": 104, "d128-gqa16": 96, "d128-head_dim": 152, "d128-q6": 224,
+    "d192-gqa16-keys": 48, "d192-q6-keys": 56,
+    "d192": 64, "d192-g32": 696, "d192-gqa16": 512, "d192-head_dim": 1344, "d192-q6": 784,
+    "d256-gqa16-keys": 48, "d256-q6-keys": 48,
+    "d256": 128, "d256-g32": 704, "d256-gqa16": 720, "d256-head_dim": 1856, "d256-q6": 896,
+}  # fmt: skip
+"""The same for the matrix, by size and variant, the most on any card (Triton 3.9).
+
+The fast path where 16 or 24 rows meet wide heads, and 8 bytes with 8 rows at D = 64 on sm_120; the plain kernel, whose
+one warp had better spill than wait at barriers, beyond 8 rows and at D = 192 and 256.
+"""
+
+
+def spills_allowed(name: str) -> int:
+    """Bytes of stack that the decode kernel of a build may take."""
+    if name in BUILDS:
+        return SPILLS.get(name, 0)
+    _, _, size, _, *variant = name.split("-")
+    return MATRIX_SPILLS.get("-".join([size, *variant]), 0)
+
+
 def build(name: str) -> list[dict]:
     """Compile in a process of its own: this one may run Triton's interpreter."""
     root = Path(__file__).resolve().parents[1]
@@ -70,8 +98,9 @@ def check(name: str, record_property) -> None:  # noqa: ANN001
         assert row["shared"] <= limit, (
             f"{name}: {row['kernel']} takes {row['shared']} of {limit} bytes of shared memory"
         )
-        if name in BUILDS and row["kernel"].startswith("decode"):
-            assert row["local"] == 0 and row["stack"] <= SPILLS.get(name, 0), f"{name}: {row['kernel']} spills"
+        if row["kernel"].startswith("decode"):
+            allowed = spills_allowed(name)
+            assert row["local"] == 0 and row["stack"] <= allowed, f"{name}: spills {row['stack']} bytes, not {allowed}"
         if row["kernel"] == "decode_keys_kernel":
             sizes = row["constants"]
             reckoned = keys_shared(sizes["D"], max(sizes["T"], sizes["LAST"]), sizes["STAGES"])
