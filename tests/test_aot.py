@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from build_report import note
 
-from bie_kernels.tuning import SHARED_MEMORY, keys_shared
+from bie_kernels.layout import PageLayout
+from bie_kernels.tuning import SHARED_MEMORY, keys_shared, prefill_shared
 
 BUILDS = [
     "decode-sm_80-d128-bf16", "decode-sm_86-d64-fp16", "decode-sm_89-d128-fp16", "decode-sm_90-d128-bf16",
@@ -23,6 +24,7 @@ BUILDS = [
     "decode-sm_120-d128-bf16-keys", "decode-sm_89-d256-bf16-keys", "decode-sm_86-d96-fp16-keys",
     "decode-sm_90-d128-bf16-q6-keys", "decode-sm_89-d128-bf16-q6-keys", "decode-sm_80-d64-bf16-q6",
     "prefill-sm_80-d64-fp16", "prefill-sm_90-d128-bf16", "prefill-sm_120-d128-bf16",
+    "prefill-sm_86-d256-bf16-head_dim",
     "flash-sm_80-d64-fp16", "flash-sm_90-d128-bf16",
     "store-sm_86-d64-fp16", "store-sm_90-d128-bf16", "seal-sm_89-d64-bf16", "seal-sm_90-d128-bf16",
     "write-sm_80-d64-fp16", "write-sm_90-d128-bf16", "write-sm_120-d128-bf16-q32",
@@ -105,6 +107,10 @@ def check(name: str, record_property) -> None:  # noqa: ANN001
             sizes = row["constants"]
             reckoned = keys_shared(sizes["D"], max(sizes["T"], sizes["LAST"]), sizes["STAGES"])
             assert row["shared"] <= reckoned, f"{name} takes {row['shared']} bytes, the pruning reckons with {reckoned}"
+        if row["kernel"] == "prefill_kernel" and row["constants"]["HEAD_DIM"]:
+            sizes = row["constants"]
+            layout = PageLayout(sizes["D"], sizes["E"], group_size=sizes["GROUP"], key_axis="head_dim")
+            assert row["shared"] <= prefill_shared(layout, sizes["BM"])
     if name.startswith("write"):
         (row,) = rows
         assert row["constants"]["STORE"] and row["constants"]["SEAL"], f"{name} is not one launch"
