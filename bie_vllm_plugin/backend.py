@@ -15,6 +15,7 @@ from bie_kernels.layout import PAGE_TOKENS, PageLayout
 from bie_vllm_plugin import vllm_compat
 from bie_vllm_plugin.cache_spec import lookahead_tokens, rule_of
 from bie_vllm_plugin.config import DTYPE_NAME, Int4AsymConfig
+from bie_vllm_plugin.layers import attach_layers
 from bie_vllm_plugin.metadata import Int4AsymMetadata, Int4AsymMetadataBuilder
 from bie_vllm_plugin.window_layer import WindowLayer
 
@@ -126,7 +127,7 @@ class Int4AsymImpl(AttentionImpl[Int4AsymMetadata]):
         """Once a worker: attach the window companions, reserve the workspace, say what runs."""
         if self.layer_name:
             return
-        names = vllm_compat.attach_layers(self.vllm_config)
+        names = attach_layers(self.vllm_config)
         _log_settings(self.vllm_config, self.settings, names)
         if self.vllm_config.device_config.device_type == "cuda":
             self._reserve_workspace(act_dtype, names)
@@ -135,8 +136,6 @@ class Int4AsymImpl(AttentionImpl[Int4AsymMetadata]):
         """Memory of the decode kernels; reserved here, it is counted when vLLM profiles."""
         from bie_vllm_plugin import cuda_path
 
-        if dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"--dtype {dtype} is not supported by int4_asym on GPUs; use bfloat16 or float16.")
         layers = [self.vllm_config.compilation_config.static_forward_context[name] for name in names]
         drafts = lookahead_tokens(self.vllm_config)
         limits = cuda_path.flash_limits(
@@ -157,7 +156,7 @@ class Int4AsymImpl(AttentionImpl[Int4AsymMetadata]):
         """
         if self.workspace is None:
             return
-        from bie_vllm_plugin import cuda_path
+        from bie_vllm_plugin.warm_up import warm_up
 
         scheduler = self.vllm_config.scheduler_config
         heads, sizes = (layer.num_heads, layer.num_kv_heads), (layer.head_size, layer.head_size_v)
@@ -167,7 +166,7 @@ class Int4AsymImpl(AttentionImpl[Int4AsymMetadata]):
         if key in _WARM:
             return
         _WARM.add(key)
-        cuda_path.warm_up(
+        warm_up(
             layer, window, self.settings.page_layout(layer.head_size, layer.head_size_v), self.rule, self.workspace,
             limits=self.flash_limits, soft_cap=self.soft_cap, requests=scheduler.max_num_seqs,
             q_lens=tuple({1, min(1 + drafts, 16)}), tokens=scheduler.max_num_batched_tokens, dtype=window.dtype,

@@ -2,8 +2,9 @@
 """What `int4_asym` refuses, each with one sentence: setting, value, way out.
 
 All of it runs at configuration time (`check_config`), when a layer chooses its
-backend (`check_layer`) or when the pool is built (`check_pool`); never at the
-first token.
+backend (`check_layer`), when a model's layers exist (`check_built_layers`), all of which
+is before any weight is read, or when the pool is built (`check_pool`); never at the first
+token.
 """
 from __future__ import annotations
 
@@ -27,6 +28,9 @@ DRAFTERS_WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
 DRAFTERS_WITH_CACHE = ("draft_model", "eagle", "eagle3", "mtp")
 """Methods whose drafter keeps a KV cache, in full precision beside our bodies."""
 
+LAYOUTS = (None, "BLHNC", "LBHNC", "HND")
+"""Values of VLLM_KV_CACHE_LAYOUT that the backend takes; HND is vLLM's old name of LBHNC."""
+
 
 def check_config(vllm_config: VllmConfig) -> None:
     """Validate the engine's configuration for this dtype, and complete it.
@@ -37,10 +41,21 @@ def check_config(vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: one sentence that names the setting, the value and what is allowed.
     """
+    _check_platform()  # first: other platforms may fail at anything below
     Int4AsymConfig.from_vllm(vllm_config)
     _check_cache(vllm_config)
     check_model(vllm_config)
     _check_engine(vllm_config)
+
+
+def _check_platform() -> None:
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        raise ValueError(
+            f"--kv-cache-dtype {DTYPE_NAME} runs on NVIDIA GPUs and CPUs, not on "
+            f"{current_platform.device_name or current_platform.device_type}; use --kv-cache-dtype auto."
+        )
 
 
 def _check_cache(vllm_config: VllmConfig) -> None:
@@ -115,17 +130,12 @@ def _check_engine(vllm_config: VllmConfig) -> None:
         )
     if vllm_config.speculative_config is not None:
         _check_speculation(vllm_config.speculative_config, vllm_config.model_config)
-    from vllm.platforms import current_platform
-
-    if not (current_platform.is_cpu() or current_platform.is_cuda()):
-        raise ValueError(
-            f"--kv-cache-dtype {DTYPE_NAME} runs on NVIDIA GPUs and CPUs, not on "
-            f"{current_platform.device_name or current_platform.device_type}; use --kv-cache-dtype auto."
-        )
 
 
 def _check_speculation(speculation: Any, target: Any) -> None:
     """Refuse drafters that were not tested; give the others a full-precision cache of their own."""
+    import vllm.envs as envs
+
     if speculation.enable_adaptive_verification:
         raise ValueError(
             f"speculative_config.enable_adaptive_verification does not go with {DTYPE_NAME}, which plans a step by the "
@@ -142,6 +152,11 @@ def _check_speculation(speculation: Any, target: Any) -> None:
         raise ValueError(
             f"speculative_config.kv_cache_dtype={speculation.kv_cache_dtype!r} does not go with --kv-cache-dtype "
             f"{DTYPE_NAME}, beside which drafters keep full precision; leave it out or set it to 'auto'."
+        )
+    if envs.VLLM_KV_CACHE_LAYOUT not in (None, "BLHNC"):  # see check_drafter_group
+        raise ValueError(
+            f"a draft model beside {DTYPE_NAME} needs the cache layout BLHNC, not VLLM_KV_CACHE_LAYOUT="
+            f"{envs.VLLM_KV_CACHE_LAYOUT}: unset VLLM_KV_CACHE_LAYOUT, or use method ngram."
         )
     if speculation.parallel_drafting:
         raise ValueError(
@@ -181,15 +196,28 @@ def check_layer(selector: Any) -> None:
         selector: vLLM's `AttentionSelectorConfig`.
 
     Raises:
-        ValueError: a head size or feature without a layout.
+        ValueError: a head size, dtype, cache layout or feature that is not served.
     """
+    import vllm.envs as envs
+    from vllm.platforms import current_platform
+
     if selector.head_size not in HEAD_SIZES:
         raise ValueError(
             f"head_size {selector.head_size} is not supported by {DTYPE_NAME} (supported: "
             f"{', '.join(map(str, HEAD_SIZES))}); use another --kv-cache-dtype."
         )
-    if selector.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise ValueError(f"model dtype {selector.dtype} is not supported by {DTYPE_NAME}; use --dtype bfloat16.")
+    kinds = (torch.float16, torch.bfloat16, *((torch.float32,) if current_platform.is_cpu() else ()))
+    if selector.dtype not in kinds:
+        where = " on GPUs" if selector.dtype == torch.float32 else ""
+        raise ValueError(
+            f"--dtype {str(selector.dtype).removeprefix('torch.')} is not supported by {DTYPE_NAME}{where}; use "
+            "--dtype bfloat16 or float16."
+        )
+    if envs.VLLM_KV_CACHE_LAYOUT not in LAYOUTS:
+        raise ValueError(
+            f"VLLM_KV_CACHE_LAYOUT={envs.VLLM_KV_CACHE_LAYOUT} does not go with {DTYPE_NAME}, whose pages hold one "
+            "head after the other; unset it or set it to BLHNC."
+        )
     for attribute, what in (
         ("use_mla", "multi-head latent attention"),
         ("use_sparse", "sparse attention"),
@@ -220,13 +248,16 @@ def check_drafter_group(kv_cache_config: Any) -> None:
                 f"{kv_cache_config.kv_cache_layout} separates its pages from the others: unset VLLM_KV_CACHE_LAYOUT, "
                 "or use method ngram."
             )
+
+
 def check_built_layers(vllm_config: VllmConfig) -> int:
     """Every decoder layer that is not skipped must have taken this dtype, on our backend.
 
     Models with a backend of their own (MiMo-V2, whose keys and values differ in size)
     or a special attention layer (with static sinks, say) are never asked by
     `check_layer`; others (Falcon) build their layers without vLLM's cache settings and
-    would stay in 16 bits without a word.
+    would stay in 16 bits without a word. Called when a model is built, before its weights
+    are read, and once more when all models of a worker are there.
 
     Returns:
         How many layers of this worker are stored in INT4.
@@ -259,15 +290,9 @@ def check_built_layers(vllm_config: VllmConfig) -> int:
                 )
         elif type(layer) is not Attention or layer.attn_backend is not Int4AsymBackend:
             raise ValueError(
-                f"{name} is a {type(layer).__name__} layer with an attention backend of its own "
+                f"{name} ({type(layer).__name__}) has an attention backend of its own "
                 f"({layer.attn_backend.get_name()}), which {DTYPE_NAME} cannot replace; {way_out}."
             )
-    if not quantised:
-        logger.warning(
-            "KV cache int4_asym: all %d layers of this worker have a sliding window or are skipped, and stay in full "
-            "precision.",
-            len(decoder),
-        )
     return quantised
 
 

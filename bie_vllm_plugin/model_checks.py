@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bie_kernels.layout import HEAD_SIZES
 from bie_vllm_plugin.config import DTYPE_NAME
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def _reasons(model: ModelConfig) -> list[tuple[str, str]]:
             f"has layers that share another layer's KV cache, {unsupported} yet",
             OTHER,
         ),
+        (_odd_heads(model), f"has full-attention layers with heads of {_odd_heads(model)}, {unsupported}", OTHER),
         (
             _checkpoint_kv_scheme(model.hf_config) is not None,
             f"brings a KV-cache scheme of its own ({_checkpoint_kv_scheme(model.hf_config)}), which {DTYPE_NAME} "
@@ -88,6 +90,19 @@ def _uses_alibi(text: Any) -> bool:
     if "falcon" in text.model_type or "RefinedWeb" in text.model_type:
         return bool(getattr(text, "alibi", False))
     return text.model_type in ALIBI_MODELS
+
+
+def _odd_heads(model: ModelConfig) -> int | None:
+    """A head size of full layers without a layout, where layers differ in it (Gemma-4: 256 and 512).
+
+    vLLM picks an attention backend for such models, which would be blamed otherwise.
+    """
+    arch: Any = model.model_arch_config
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    if arch.per_layer_overrides is None:
+        return None
+    sizes = (arch[i].head_size for i, kind in enumerate(kinds) if kind == "full_attention")
+    return next((size for size in sizes if size not in HEAD_SIZES), None)
 
 
 def _checkpoint_kv_scheme(hf_config: Any) -> Any:

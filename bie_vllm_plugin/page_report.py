@@ -1,12 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start-up line about pages: what a request is allocated against what it needs, and where prefix hits may end."""
+"""The start-up line about pages: allocated against needed, where prefix hits may end, and what `auto` would hold."""
 from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.bie_vllm_plugin")
+
+AUTO_TOKENS = "int4_asym_auto_tokens"
+"""Attribute of vLLM's KVCacheConfig: tokens that its pool would hold under `auto`."""
+
+CPU_PAGE_TOKENS, GPU_PAGE_TOKENS = 128, 16
+"""Tokens of vLLM's own pages, where --block-size is left out."""
+
+
+def note_auto(vllm_config: VllmConfig, specs: Sequence[dict[str, Any]], configs: Sequence[Any]) -> None:
+    """Leave at every worker's config what the same memory would hold under `auto`, in requests of max_model_len.
+
+    Args:
+        specs: per worker {layer: its KVCacheSpec}.
+        configs: vLLM's `KVCacheConfig` of each.
+    """
+    length = vllm_config.model_config.max_model_len
+    dtype: Any = vllm_config.model_config.dtype
+    tokens = CPU_PAGE_TOKENS if vllm_config.device_config.device_type == "cpu" else GPU_PAGE_TOKENS
+    held = [
+        config.kv_cache_tensors[0].size
+        / auto_request_bytes(layers, length, vllm_config.max_in_flight_tokens, dtype.itemsize, tokens)
+        for layers, config in zip(specs, configs, strict=True)
+        if layers and config.kv_cache_tensors
+    ]
+    for config in configs:
+        setattr(config, AUTO_TOKENS, int(min(held) * length) if held else 0)
+
+
+def auto_request_bytes(layers: dict[str, Any], length: int, in_flight: int, itemsize: int, page_tokens: int) -> int:
+    """What a request of `length` tokens would take under `auto`, in whole blocks, by the planner's grouping.
+
+    Args:
+        layers: {layer: KVCacheSpec} as planned now; windows of INT4 layers would not exist.
+        in_flight: tokens scheduled and not settled, which sliding windows hold too.
+        itemsize: bytes of the model's dtype.
+    """
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    from bie_vllm_plugin.cache_spec import WindowSpec
+    from bie_vllm_plugin.plan_groups import PageSpec, group_pages
+    from bie_vllm_plugin.plan_pool import Pool
+
+    pages = []
+    for spec in layers.values():
+        if isinstance(spec, WindowSpec):
+            continue
+        page = page_tokens * spec.num_kv_heads * (spec.head_size + spec.head_size_v) * itemsize
+        shape = f"{spec.num_kv_heads}:{spec.head_size}:{spec.head_size_v}"
+        if isinstance(spec, SlidingWindowSpec):
+            pages.append(PageSpec("sliding", page_tokens, page, page, spec.sliding_window, packing=shape))
+        else:
+            pages.append(PageSpec("full", page_tokens, page, page, packing=shape))
+    return Pool(tuple(map(tuple, group_pages(pages, block_outermost=False))), in_flight).sequence_bytes(length)
 
 
 def log_pages(manager: Any) -> None:
@@ -42,7 +99,7 @@ def log_pages(manager: Any) -> None:
     logger.log(
         logging.INFO if packed else logging.WARNING,
         "KV cache int4_asym: %s%d groups, a request of %d tokens takes %.1f MiB, %.0f %% above the sum of its pages; "
-        "prefix hits end at multiples of %d tokens; the pool holds %d tokens.",
+        "prefix hits end at multiples of %d tokens; the pool holds %d tokens%s.",
         ""
         if packed
         else f"layout {config.kv_cache_layout} (a backend of the layers in full precision or VLLM_KV_CACHE_LAYOUT "
@@ -52,7 +109,8 @@ def log_pages(manager: Any) -> None:
         blocks * block_bytes / 2**20,
         over,
         math.lcm(*(group.kv_cache_spec.block_size for group in groups)),
-        int(config.num_blocks / blocks * manager.max_model_len),
+        (held := int(config.num_blocks / blocks * manager.max_model_len)),
+        f", {held / auto:.2f} times what it would hold under auto" if (auto := getattr(config, AUTO_TOKENS, 0)) else "",
     )
 
 

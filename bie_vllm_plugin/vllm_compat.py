@@ -8,11 +8,16 @@ What is wrapped, and why no public way does it:
 * its `get_attn_backend_cls`: backends are chosen per platform, ours by dtype;
 * its `update_block_size_for_backend`: rewrites the block size after loading; the first
   call after draft models are loaded and the last before layers are asked for specs; a
-  model that brings its own backend (or wraps ours) never asks the platform, and is caught here;
+  draft model that reads the target's cache is caught here;
+* its `register_triton_kernel_overrides`: what a worker asks of its platform before it builds
+  anything. It wraps `initialize_model` of the loaders: layers exist there and no weight is read yet,
+  so a model that brings its own backend (or wraps ours, or drops the cache settings), which never
+  asks the platform, is caught;
 * its `register_custom_kv_cache_specs`: public hook for platforms, run in the
   process of the scheduler with the engine's config; it also installs
 * `Executor.get_supported_kv_cache_layouts` (ranks with other backends agree),
 * `_project_kv_cache_groups_to_worker` (one may have no layer of a group),
+* `get_kv_cache_configs` (what would the pool hold under `auto`?),
 * `GPUModelRunner.calculate_reorder_batch_threshold` (and order a batch alike),
 * `KVCacheManager.__init__` (is the pool large enough to prefill in chunks?) and
   `get_computed_blocks` (tells the window manager of shared-prefix junctions).
@@ -21,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +85,7 @@ def install() -> None:
     _wrap_classmethod(platform, "check_and_update_config", _check_and_update_config)
     _wrap_classmethod(platform, "get_attn_backend_cls", _get_attn_backend_cls)
     _wrap_classmethod(platform, "update_block_size_for_backend", _update_block_size)
+    _wrap_classmethod(platform, "register_triton_kernel_overrides", _before_models)
     _wrap_classmethod(platform, "register_custom_kv_cache_specs", _register_specs)
     register_dtype()
 
@@ -95,6 +102,22 @@ def _wrap_classmethod(owner: type, name: str, wrapper: Any) -> None:
 
     setattr(wrapped, _MARK, original)
     setattr(owner, name, classmethod(wrapped))
+
+
+def _wrap_function(module: Any, name: str, wrapper: Any, where: str = "vllm.v1.") -> None:
+    """Replace function `module.name` by wrapper(original, *args); once, and in modules that imported it by name."""
+    original = getattr(module, name)
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(wrapped, _MARK, original)
+    for other in [other for key, other in sys.modules.items() if key.startswith(where)]:
+        if vars(other).get(name) is original:
+            setattr(other, name, wrapped)
 
 
 # -- platform ----------------------------------------------------------------------
@@ -122,14 +145,43 @@ def _get_attn_backend_cls(original: Any, selected_backend: Any, attn_selector_co
     return BACKEND_PATH
 
 
+def _before_models(original: Any) -> None:
+    original()
+    try:
+        _wrap_initialize_model()
+    except INSTALL_ERRORS as error:  # never stop another engine; ours checks its layers after loading, too
+        logger.info("int4_asym cannot check layers before weights are loaded: %s", error)
+
+
+def _wrap_initialize_model() -> None:
+    """Check the layers as soon as they exist."""
+    from vllm.model_executor.model_loader import utils
+
+    def checked(original: Any, vllm_config: VllmConfig, **kwargs: Any) -> Any:
+        model = original(vllm_config, **kwargs)
+        if uses_int4_asym(vllm_config):  # of a drafter it says `auto`
+            from bie_vllm_plugin.checks import check_built_layers
+
+            check_built_layers(vllm_config)
+        return model
+
+    _wrap_function(utils, "initialize_model", checked, "vllm.model_executor.")
+
+
 def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:
     if not uses_int4_asym(vllm_config):
         original(vllm_config)
         return
     from bie_kernels.layout import PAGE_TOKENS
     from bie_vllm_plugin.checks import check_built_layers
+    from bie_vllm_plugin.layers import attach_layers, finish_layers
 
-    quantised = check_built_layers(vllm_config)
+    quantised = check_built_layers(vllm_config)  # again, with a drafter's: some loaders build models by themselves
+    if not quantised:
+        logger.warning(
+            "KV cache int4_asym: every layer of this worker has a sliding window or is skipped, and stays in full "
+            "precision."
+        )
     pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
     if not quantised and not pipeline:  # all layers are windowed or skipped: as under `auto`, pages included
         original(vllm_config)
@@ -155,6 +207,7 @@ def _register_specs(original: Any, vllm_config: VllmConfig | None) -> None:
         _wrap_kv_cache_manager()
         _wrap_executor()
         _wrap_projection()
+        _wrap_plan()
 
 
 def _offer_specs() -> None:
@@ -253,21 +306,28 @@ def _wrap_projection() -> None:
     """
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-    module = _planning()
-    original = module._project_kv_cache_groups_to_worker
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    def projected(*args: Any, **kwargs: Any) -> Any:
+    def projected(original: Any, *args: Any, **kwargs: Any) -> Any:
         groups = original(*args, **kwargs)
         for group in groups:
             if not group.layer_names and isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
                 group.kv_cache_spec = next(iter(group.kv_cache_spec.kv_cache_specs.values()))
         return groups
 
-    setattr(projected, _MARK, original)
-    module._project_kv_cache_groups_to_worker = projected
+    _wrap_function(_planning(), "_project_kv_cache_groups_to_worker", projected)
+
+
+def _wrap_plan() -> None:
+    """The one place that knows the engine's configuration, every layer's pages and the pool: compare with `auto`."""
+
+    def noting(original: Any, vllm_config: VllmConfig, kv_cache_specs: Any, *args: Any, **kwargs: Any) -> Any:
+        configs = original(vllm_config, kv_cache_specs, *args, **kwargs)
+        if uses_int4_asym(vllm_config):
+            from bie_vllm_plugin.page_report import note_auto
+
+            note_auto(vllm_config, kv_cache_specs, configs)
+        return configs
+
+    _wrap_function(_planning(), "get_kv_cache_configs", noting)
 
 
 def _planning() -> Any:
@@ -317,84 +377,3 @@ def flash_attention() -> Callable[..., tuple[Any, Any]] | None:
         )  # fmt: skip
 
     return flash
-
-
-def attach_layers(vllm_config: VllmConfig) -> list[str]:
-    """Give every int4_asym layer its window companion and both kinds of layer their specs.
-
-    Called when weights are loaded, i.e. when all attention layers exist and none of
-    their caches does. vLLM asks layers for specs by `get_kv_cache_spec`; overriding
-    it on the instances leaves the class alone.
-
-    Returns:
-        Names of the int4_asym layers.
-    """
-    from vllm.model_executor.layers.attention import Attention
-    from vllm.v1.attention.backend import AttentionType
-
-    from bie_vllm_plugin.window_layer import WindowLayer, body_spec_of, dense_spec_of, sliding_spec_of
-
-    layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
-    ours = []
-    attention: list[tuple[str, Any]] = [(name, layer) for name, layer in layers.items() if isinstance(layer, Attention)]
-    for name, layer in attention:
-        layer.int4_asym_target = True  # layers that appear later belong to a draft model
-        if layer.kv_cache_dtype == DTYPE_NAME:
-            ours.append(name)
-            companion = WindowLayer.name_of(name)
-            if companion not in layers:
-                layers[companion] = WindowLayer(layer)
-                layer.get_kv_cache_spec = functools.partial(body_spec_of, layer)
-                layer.impl.layer_name = name
-        elif layer.attn_type == AttentionType.DECODER:
-            spec_of = dense_spec_of if layer.sliding_window is None else sliding_spec_of
-            layer.get_kv_cache_spec = functools.partial(spec_of, layer, type(layer).get_kv_cache_spec)
-    return ours
-
-
-def finish_layers(vllm_config: VllmConfig) -> None:
-    """Full-precision layers, those of a draft model included, once all layers exist.
-
-    A draft model is loaded after the target, so its layers are those that
-    `attach_layers` has not seen; their pages join the body group.
-    """
-    from vllm.model_executor.layers.attention import Attention
-
-    from bie_vllm_plugin.window_layer import check_drafter_layer, drafter_spec_of
-
-    layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
-    for layer in [layer for layer in layers.values() if isinstance(layer, Attention)]:
-        any_layer: Any = layer
-        if any_layer.kv_cache_dtype == DTYPE_NAME:
-            continue
-        any_layer.attn_backend = _block_outermost(any_layer.attn_backend)
-        if not hasattr(any_layer, "int4_asym_target"):
-            check_drafter_layer(any_layer)
-            original = type(any_layer).get_kv_cache_spec
-            any_layer.get_kv_cache_spec = functools.partial(drafter_spec_of, any_layer, original)
-
-
-@functools.cache
-def _block_outermost(backend: Any) -> Any:
-    """The CPU backend, offered in our layout as well; others as they are.
-
-    It declares layer-outermost caches only, which makes all pages of the pool equal
-    and gives a draft model a group of its own. Its kernels take the strides of blocks
-    and heads from the tensor and need the interior of a block contiguous, nothing else.
-    """
-    from vllm.platforms import current_platform
-    from vllm.v1.kv_cache_interface import KVCacheLayout
-
-    if not current_platform.is_cpu():
-        return backend
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    if backend is not CPUAttentionBackend:
-        return backend
-
-    class BlockOutermostCPUAttentionBackend(CPUAttentionBackend):
-        @classmethod
-        def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-            return (KVCacheLayout.BLHNC, KVCacheLayout.LBHNC)
-
-    return BlockOutermostCPUAttentionBackend

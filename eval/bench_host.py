@@ -21,7 +21,8 @@ from pathlib import Path
 
 import torch
 import triton
-from bench_kernels import DEVICE, RECENT, SINK, Pool
+from bench_cases import DEVICE, RECENT, SINK
+from bench_kernels import Pool
 from bench_prefill import HEADS, Step
 
 from bie_kernels import decode, store

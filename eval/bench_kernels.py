@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
+import importlib.util
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,38 +24,23 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 
+from bench_baseline import baseline_timer  # noqa: E402
+from bench_cases import (  # noqa: E402
+    DEVICE,
+    L2_BYTES,
+    LIMIT,
+    RECENT,
+    SINK,
+    WINDOW_PAGE,
+    Case,
+    Timer,
+    bytes_read,
+    suites,
+)
+
 from bie_kernels import decode, reference, store, tuning  # noqa: E402
 from bie_kernels.layout import PAGE_TOKENS, PageLayout  # noqa: E402
-
-SINK, RECENT, WINDOW_PAGE = 8, 128, 16
-L2_BYTES = 60 << 20
-DEVICE = "cuda"
-LIMIT = 8e-3
-"""Relative error that the gate lets pass."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One line of the results."""
-
-    name: str
-    lengths: tuple[int, ...]
-    kv_heads: int = 8
-    group: int = 4
-    head_size: int = 128
-    q_len: int = 1
-    axis: str = "channel"
-    group_size: int = 64
-
-    @property
-    def layout(self) -> PageLayout:
-        return PageLayout(self.head_size, group_size=self.group_size, key_axis=self.axis)  # type: ignore[arg-type]
-
-
-def uniform(batch: int, context: int, **options) -> Case:
-    """`batch` requests of `context` tokens."""
-    return Case(f"decode {batch}x{context // 1024}k", (context,) * batch, **options)
-
+from bie_kernels.tuning import cdiv  # noqa: E402
 
 PATHS: dict[str, decode.Fast] = {"auto": None, "triton": False, "keys": True}
 PATHS_HELP = (
@@ -75,29 +61,6 @@ def choose(path: str) -> decode.Fast:
     card = tuning.family(tuning.capability(torch.device(DEVICE if torch.cuda.is_available() else "cpu")))
     tuning.use(card, dataclasses.replace(CHOSEN[card], **changed))
     return PATHS[name]
-
-
-def suites() -> dict[str, list[Case]]:
-    k = 1024
-    ragged = tuple(1024 + i * (31 * 1024) // 31 for i in range(32))
-    return {
-        "decode": [uniform(b, n * k) for b, n in ((1, 8), (1, 64), (8, 32), (32, 8), (32, 32), (64, 32), (64, 64))],
-        "short": [uniform(b, k) for b in (1, 8, 32, 64)],
-        "ragged": [Case("ragged 32 of 1k..32k", ragged)],
-        "verify": [
-            Case(f"verify q{q} {b}x{n}k", (n * k,) * b, q_len=q)
-            for q, b, n in ((6, 8, 32), (6, 1, 64), (6, 32, 32), (2, 8, 32), (4, 8, 32), (9, 8, 32))
-        ],
-        "gqa": [dataclasses.replace(uniform(32, 32 * k), group=g, name=f"gqa {g} 32x32k") for g in (1, 2, 4, 7, 8, 16)],
-        "heads": [
-            dataclasses.replace(uniform(32, 32 * k), head_size=d, name=f"head size {d} 32x32k")
-            for d in (64, 96, 128, 256)
-        ],
-        "axis": [
-            dataclasses.replace(uniform(32, 32 * k), axis="head_dim", name="head_dim 32x32k"),
-            dataclasses.replace(uniform(32, 32 * k), group_size=32, name="group 32 32x32k"),
-        ],
-    }
 
 
 class Pool:
@@ -198,49 +161,6 @@ def workspace_for(case: Case, requests: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device=DEVICE)
 
 
-def bytes_read(case: Case) -> int:
-    """Bytes of packed pages plus 16-bit windows that one launch reads."""
-    layout = case.layout
-    total = 0
-    for n in case.lengths:
-        wide = min(n, RECENT + SINK + case.q_len - 1)
-        total += (n - wide) * layout.token_bytes + wide * (layout.head_size + layout.v_size) * 2
-    return total * case.kv_heads
-
-
-class Timer:
-    """Median time of one call, from CUDA-graph replays of calls that rotate over inputs."""
-
-    def __init__(self, calls: list[Callable[[], None]]) -> None:
-        self.calls = calls  # a graph does not own the tensors of its launches
-        torch.cuda.synchronize()  # the inputs were made on another stream
-        self.stream = torch.cuda.Stream()
-        with torch.cuda.stream(self.stream):
-            for call in calls:
-                call()
-            self.stream.synchronize()
-            self.graph = torch.cuda.CUDAGraph()
-            self.inner = max(8, len(calls))
-            with torch.cuda.graph(self.graph, stream=self.stream):
-                for i in range(self.inner):
-                    calls[i % len(calls)]()
-        self.times: list[float] = []
-
-    def sample(self) -> None:
-        """One replay, in microseconds per call."""
-        with torch.cuda.stream(self.stream):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            self.graph.replay()
-            end.record()
-            end.synchronize()
-            self.times.append(begin.elapsed_time(end) * 1000 / self.inner)
-
-    @property
-    def us(self) -> float:
-        return statistics.median(self.times[2:])
-
-
 def decode_timer(case: Case, pool: Pool, dtype: torch.dtype, fast: decode.Fast) -> Timer:
     layout, requests = case.layout, len(case.lengths)
     size = bytes_read(case)
@@ -262,39 +182,6 @@ def decode_timer(case: Case, pool: Pool, dtype: torch.dtype, fast: decode.Fast) 
         )  # fmt: skip
 
     return Timer([call(*pair) for pair in tables])
-
-
-def baseline_timer(case: Case, dtype: torch.dtype) -> Timer | None:
-    """FlashAttention on a paged 16-bit cache, where vLLM brings it."""
-    try:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func
-    except ImportError:
-        return None
-    requests, size = len(case.lengths), case.head_size
-    pages = sum(-(-n // 16) for n in case.lengths)
-    sets = max(1, min(4, 4 * L2_BYTES // (pages * 16 * case.kv_heads * size * 4) + 1))
-    kv = torch.randn(2, pages * sets + 1, 16, case.kv_heads, size, device=DEVICE, dtype=dtype)
-    most = -(-max(case.lengths) // 16)
-    tables = []
-    order = (torch.randperm(pages * sets, device=DEVICE) + 1).int()
-    for i in range(sets):
-        table, at = torch.zeros(requests, most, dtype=torch.int32, device=DEVICE), i * pages
-        for r, n in enumerate(case.lengths):
-            table[r, : -(-n // 16)] = order[at : at + -(-n // 16)]
-            at += -(-n // 16)
-        tables.append(table)
-    lens = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
-    starts = torch.arange(requests + 1, dtype=torch.int32, device=DEVICE) * case.q_len
-    q = torch.randn(requests * case.q_len, case.kv_heads * case.group, size, device=DEVICE, dtype=dtype)
-    out = torch.empty_like(q)
-
-    def call(table: torch.Tensor) -> Callable[[], None]:
-        return lambda: flash_attn_varlen_func(
-            q, kv[0], kv[1], max_seqlen_q=case.q_len, cu_seqlens_q=starts, max_seqlen_k=max(case.lengths),
-            seqused_k=lens, causal=True, block_table=table, out=out, fa_version=3,
-        )  # fmt: skip
-
-    return Timer([call(table) for table in tables])
 
 
 def copy_bandwidth() -> float:
@@ -328,10 +215,24 @@ def measure(case: Case, timers: dict[str, tuple[float, Timer]], samples: int, ba
     return records
 
 
+def bytes_written(layout: PageLayout, tokens: int, sealed: int, heads: int) -> dict[str, int]:
+    """Bytes that a store of `tokens` and a seal of `sealed` pages read and write."""
+    rows = 2 * (layout.head_size + layout.v_size)
+    keys = PAGE_TOKENS * layout.head_size
+    return {
+        "store": tokens * heads * (2 * rows + layout.v_size // 2 + 4 * cdiv(layout.v_size, layout.group_size)),
+        "seal": sealed * heads * (2 * keys + keys // 2 + 4 * layout.head_size),
+    }
+
+
 def write_records(dtype: torch.dtype) -> list[dict]:
-    """Store and seal of a decode step, and of a prefill chunk."""
+    """Store and seal of a decode step, and of a prefill chunk; the gate reads what they wrote."""
     records = []
     layout = PageLayout(128)
+    error = gate(Case("write", ()), dtype, None)
+    if not error < LIMIT:
+        print(f"REFUSED write: relative error {error}", flush=True)
+        return []
     for batch, n, label in ((1, 1, "none sealed"), (64, 1, "none sealed"), (64, 1, "all sealed"), (1, 8192, "chunk")):
         tokens = batch * n
         length = {"none sealed": 1000, "all sealed": 1024, "chunk": n}[label]
@@ -355,8 +256,11 @@ def write_records(dtype: torch.dtype) -> list[dict]:
             timer = Timer([call])
             for _ in range(7):
                 timer.sample()
+            pages = {"none sealed": 0, "all sealed": batch, "chunk": n // PAGE_TOKENS}[label]
+            size = bytes_written(layout, tokens, pages, 8)[name]
             records.append({"case": f"{name}, {label}", "batch": batch, "context": length, "q_len": n,
-                            "format": "int4_asym", "us": round(timer.us, 2)})  # fmt: skip
+                            "format": "int4_asym", "us": round(timer.us, 2),
+                            "gb_per_s": round(size / timer.us / 1e3), "rel_err": round(error, 6)})  # fmt: skip
             print(records[-1], flush=True)
     return records
 
@@ -375,7 +279,9 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     bandwidth = copy_bandwidth()
     versions = {"torch": torch.__version__, "triton": triton.__version__, "card": torch.cuda.get_device_name()}
-    header = {"command": " ".join(sys.argv), "versions": versions, "copy_gb_per_s": round(bandwidth)}
+    if args.baseline and importlib.util.find_spec("vllm"):
+        versions["vllm"] = importlib.metadata.version("vllm")
+    header = {"command": "python " + " ".join(sys.argv), "versions": versions, "copy_gb_per_s": round(bandwidth)}
     print(header, flush=True)
     records: list[dict] = []
     pools: dict[PageLayout, Pool] = {}
@@ -413,7 +319,7 @@ def main() -> None:
                     continue
                 timers[path] = (error, decode_timer(case, pools[case.layout], dtype, fast))
             if args.baseline and (baseline := baseline_timer(case, dtype)):
-                timers["fa3_bf16"] = (0.0, baseline)
+                timers["fa3_bf16"] = baseline
             records += measure(case, timers, args.samples, bandwidth)
         save()
 

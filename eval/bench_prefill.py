@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 import triton
-from bench_kernels import DEVICE, RECENT, SINK, Pool, Timer
+from bench_cases import DEVICE, RECENT, SINK, Timer
+from bench_kernels import Pool
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 

@@ -14,6 +14,7 @@ done is kept: the same command resumes where it was stopped. Exit status: 0 the 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import platform
@@ -94,15 +95,15 @@ def model_facts(model: str, tokenizer: bool = True) -> tuple[Any, int, int]:
     return tokens, int(text.max_position_embeddings), int(text.num_hidden_layers)
 
 
-def versions() -> dict[str, str]:
-    """What the numbers depend on besides the model."""
+def versions(engine: bool = True) -> dict[str, str]:
+    """What the numbers depend on besides the model; without vLLM's where no `engine` ran."""
     import torch
     import transformers
-    import vllm
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
-    return {
-        "vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
+    found = {"vllm": importlib.import_module("vllm").__version__} if engine else {}
+    return found | {
+        "torch": torch.__version__, "transformers": transformers.__version__,
         "python": platform.python_version(), "machine": device,
     }  # fmt: skip
 
@@ -126,7 +127,8 @@ def plan(args: argparse.Namespace) -> tuple[list[Any], list[dict[str, Any]], int
     if max(contexts) > longest:
         raise ValueError(f"{args.model} takes {longest} tokens, not the {max(contexts)} of --contexts.")
     needle_contexts = args.needle_contexts or [n for n in contexts if n in (4096, 8192)] or [max(contexts)]
-    kinds = [] if args.needles == ["none"] else args.needles
+    unasked = args.ablation and args.needles == build_parser().get_default("needles")
+    kinds = [] if unasked or args.needles == ["none"] else args.needles
     if unknown := set(kinds) - set(quality_data.NEEDLES):
         known = ", ".join(quality_data.NEEDLES)
         raise ValueError(f"needles {sorted(unknown)[0]!r} are unknown; there are {known}, none.")
@@ -137,8 +139,6 @@ def plan(args: argparse.Namespace) -> tuple[list[Any], list[dict[str, Any]], int
 
         variants = quality_formats.ablation(layers, not torch.cuda.is_available())
         formats = [quality_formats.parse_format("auto"), *variants]
-        if args.needles == build_parser().get_default("needles"):
-            kinds = []
     else:
         formats = quality_formats.parse_formats(args.formats)
     docs = quality_data.documents(tokenizer, [] if args.documents == ["none"] else args.documents, args.text)
@@ -197,7 +197,7 @@ def collect(args: argparse.Namespace, formats: list[Any], units: list[dict[str, 
     base = formats[0]
     result: dict[str, Any] = {
         "model": args.name, "dtype": args.dtype, "command": "python " + shlex.join(sys.argv), "versions": versions(),
-        "formats": {}, "records": [], "positions": {}, "needles": [], "tasks": [], "verdicts": [],
+        "formats": {}, "records": [], "positions": {}, "needles": [], "tasks": [], "verdicts": [], "notes": {},
     }  # fmt: skip
     for fmt in formats:
         done = sum(runner.result(fmt, u) is not None for u in units)
@@ -261,9 +261,8 @@ def add_tasks(args: argparse.Namespace, formats: list[Any], result: dict[str, An
     verdicts = dict(result["verdicts"])
     for label in samples:
         if label != "auto":
-            verdicts.setdefault(label, []).extend(
-                quality_tasks.losses(samples["auto"], samples[label], args.tolerance)
-            )
+            lost, result["notes"][label] = quality_tasks.losses(samples["auto"], samples[label], args.tolerance)
+            verdicts.setdefault(label, []).extend(lost)
     result["verdicts"] = list(verdicts.items())
 
 
@@ -325,7 +324,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, SystemExit) as error:
         print(f"quality.py: {error}", file=sys.stderr)
         return 2
-    verdicts = [stats.verdict(label, losses) for label, losses in result["verdicts"]]
+    notes = result.pop("notes")
+    verdicts = [stats.verdict(label, losses, notes.get(label, ())) for label, losses in result["verdicts"]]
     result["verdicts"] = [v.as_record() for v in verdicts]
     print(write(args, result))
     for v in verdicts:

@@ -12,6 +12,7 @@ least `ENOUGH` paired items accepts it and there is one. Smaller samples can onl
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -121,8 +122,8 @@ class Verdict:
         return {**asdict(self), "losses": [{**asdict(x), "outcome": x.outcome} for x in self.losses]}
 
 
-def verdict(name: str, losses: list[Loss]) -> Verdict:
-    """The verdict of the rule above over all measures, in one sentence."""
+def verdict(name: str, losses: list[Loss], notes: Sequence[str] = ()) -> Verdict:
+    """The verdict of the rule above over all measures, in one sentence; `notes` say what could not be judged."""
     bad = [x for x in losses if x.outcome == REJECT]
     large = [x for x in losses if x.n >= ENOUGH]
     if bad:
@@ -138,4 +139,4 @@ def verdict(name: str, losses: list[Loss]) -> Verdict:
             reason = "the interval is too wide: " + "; ".join(f"{x}, tolerated {x.tolerance:g}" for x in wide)
         else:
             reason = f"no measure has {ENOUGH} pairs"
-    return Verdict(name, outcome, f"{name}: {outcome}: {reason}.", tuple(losses))
+    return Verdict(name, outcome, f"{name}: {outcome}: {'; '.join([reason, *notes])}.", tuple(losses))

@@ -2,17 +2,19 @@
 """The format without an engine: transformers with the reference attention of `bie_kernels`, teacher-forced.
 
     python eval/simulate.py --model smollm2 --documents prose --tokens 2048 --dtype float32 \\
-        --engine eval/results/quality_smollm2_fp32.json
+        --engine eval/results/quality_smollm2_fp32.json --out eval/results/simulate_smollm2_fp32.json
 
 scores a document with plain attention and with the position rule over INT4 copies, and prints KL
 and top-1 agreement; with --engine beside what `eval/quality.py` measured for the same document and
-length through vLLM. The two share nothing but the number format: where they differ by more than the
-model's rounding, the engine is wrong. Needs no plugin and no cache; slow (minutes on a CPU).
+length through vLLM; with --out as records in a JSON file, with settings, versions and command. The two
+share nothing but the number format: where they differ by more than the model's rounding, the engine
+is wrong. Needs no plugin and no cache; slow (minutes on a CPU).
 """
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,7 +76,8 @@ def compare(model: Any, base: torch.Tensor, other: torch.Tensor, ids: list[int])
     }  # fmt: skip
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help=f"folder or one of {', '.join(models.PACKAGED)}")
@@ -87,7 +90,12 @@ def main() -> None:
     add("--group-size", type=int, default=64, choices=(64, 32))
     add("--only", choices=("keys", "values"), help="quantise one side")
     add("--engine", type=Path, help="results of eval/quality.py to print beside")
-    args = parser.parse_args()
+    add("--out", type=Path, help="JSON file for the records")
+    return parser
+
+
+def simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One record per document, printed as it is done: simulated measures and, with --engine, the engine's."""
     from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
     folder = models.resolve(args.model)
@@ -97,6 +105,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).eval()
     docs = quality_data.documents(AutoTokenizer.from_pretrained(folder), args.documents.split(","), [])
     engine = json.loads(args.engine.read_text())["records"] if args.engine else []
+    records = []
     for name, ids in docs.items():
         ids = ids[: args.tokens]
         states = []
@@ -106,10 +115,27 @@ def main() -> None:
                 states.append(model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0])
         with torch.inference_mode():
             found = compare(model, *states, ids)
-        print(json.dumps({"document": name, "tokens": len(ids), "dtype": args.dtype, "simulated": found}), flush=True)
+        records.append({"document": name, "tokens": len(ids), "dtype": args.dtype, "simulated": found})
         for r in engine:
             if (r["document"], r["context"], r["mode"], r["format"]) == (name, len(ids), "score", "int4_asym"):
-                print(json.dumps({"document": name, "engine": {key: r[key] for key in found}}), flush=True)
+                records[-1]["engine"] = {key: r[key] for key in found}
+        print(json.dumps(records[-1]), flush=True)
+    return records
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    records = simulate(args)
+    if args.out:
+        from quality import versions
+
+        settings = {
+            "model": args.model, "sink_tokens": args.sink_tokens, "recent_tokens": args.recent_tokens,
+            "key_axis": args.key_axis, "group_size": args.group_size, "only": args.only,
+        }  # fmt: skip
+        command = "python eval/simulate.py " + shlex.join(sys.argv[1:] if argv is None else argv)
+        result = {"command": command, "versions": versions(engine=False), "settings": settings, "records": records}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

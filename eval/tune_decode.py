@@ -42,14 +42,14 @@ def shape(name: str) -> tuple[str, ...]:
     return tuple(name.split()[:-1])
 
 
-def case_of(name: str):  # noqa: ANN201 - bench_kernels.Case, imported by the processes that have a card
+def case_of(name: str):  # noqa: ANN201 - bench_cases.Case, imported by the processes that have a card
     """`[qN] [dN] BxCk` -> the case."""
-    import bench_kernels
+    import bench_cases
 
     *options, lengths = name.split()
     batch, context = lengths.removesuffix("k").split("x")
     fields = {{"q": "q_len", "d": "head_size"}[word[0]]: int(word[1:]) for word in options}
-    return dataclasses.replace(bench_kernels.uniform(int(batch), int(context) * 1024, **fields), name=name)
+    return dataclasses.replace(bench_cases.uniform(int(batch), int(context) * 1024, **fields), name=name)
 
 
 # -- processes that use the card ----------------------------------------------

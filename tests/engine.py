@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -129,6 +130,33 @@ def logprob_differences(a: list[dict], b: list[dict]) -> np.ndarray:
                 break
             differences.append(abs(p1 - p2))
     return np.array(differences)
+
+
+def compare_answer(known: dict, answer: dict, worst: float, tie: float) -> dict:
+    """An answer beside the known one: they may part only where the known engine itself sees a tie.
+
+    Args:
+        known, answer: tokens, logprobs (of the tokens) and, for `known`, top ({token: log-probability} per position).
+        worst: nats by which a token's log-probability may differ.
+        tie: nats between the two tokens at a parting, in the known engine's eyes, that are a tie.
+
+    Returns:
+        right; shared (tokens before they part); worst (nats, over those); gap (nats between the known
+        choice and the other one at the parting, inf if that is not among the best; None without a parting).
+    """
+    pairs = zip(known["tokens"], answer["tokens"], strict=False)
+    shared = next((i for i, (one, two) in enumerate(pairs) if one != two), None)
+    complete = len(known["tokens"]) == len(answer["tokens"])
+    gap = None
+    if shared is None:
+        shared = min(len(known["tokens"]), len(answer["tokens"]))
+    else:
+        table = known["top"][shared]
+        gap = table[known["tokens"][shared]] - table.get(answer["tokens"][shared], -math.inf)
+    pairs = zip(known["logprobs"][:shared], answer["logprobs"][:shared], strict=True)
+    largest = max((abs(one - two) for one, two in pairs), default=0.0)
+    right = complete and largest < worst and (gap is None or abs(gap) <= tie)
+    return {"right": right, "shared": shared, "worst": largest, "gap": gap}
 
 
 def assert_same(

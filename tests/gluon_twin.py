@@ -175,6 +175,17 @@ def _assembly(asm: str, constraints: str, args: list[Tensor], dtype: Any, is_pur
     return None
 
 
+def _assembly_of(gl: types.ModuleType):  # noqa: ANN202
+    """Inline assembly, which reads the program's number as well."""
+
+    def run(asm: str, *args: Any, **kwargs: Any) -> Any:
+        if "%ctaid.x" in asm:
+            return Tensor(torch.tensor(gl.program[0], dtype=torch.int32))
+        return _assembly(asm, *args, **kwargs)
+
+    return run
+
+
 class _Kernel:
     """`gluon.jit`: called from another kernel as a function, launched over a grid."""
 
@@ -220,7 +231,7 @@ def language(late: bool) -> dict[str, types.ModuleType]:
         "expand_dims": lambda x, axis: Tensor(x.data.unsqueeze(axis)),
         "convert_layout": lambda x, layout, assert_trivial=False: x,
         "program_id": lambda axis: Tensor(torch.tensor(gl.program[axis], dtype=torch.int32)),
-        "inline_asm_elementwise": _assembly,
+        "inline_asm_elementwise": _assembly_of(gl),
         "allocate_shared_memory": lambda dtype, shape, layout: Shared(torch.full(shape, -1).to(torch.int16).repeat(
             *[1] * (len(shape) - 1), dtype.itemsize // 2).view(dtype)),
     }  # fmt: skip

@@ -99,6 +99,14 @@ def equalities(one: dict, other: dict, **run) -> dict:
             **run,
         ),
         "D=128: graphs = eager": lambda n: two(n, gpu(m128, **GRAPHS, **one), gpu(m128, **other), MANY, **run),
+        # GRAPHS is FULL_AND_PIECEWISE: graphs of whole decode steps, and pieces around attention for the others.
+        **{
+            f"D=128: {name} = eager": lambda n, mode=mode: two(
+                n, gpu(m128, **GRAPHS, compilation_config={"cudagraph_mode": mode}, **one), gpu(m128, **other), MANY,
+                **run,
+            )
+            for name, mode in (("PIECEWISE graphs", "PIECEWISE"), ("compiled without graphs", "NONE"))
+        },
         "head_dim axis: graphs = eager": lambda n: two(
             n, gpu(m64, settings={"key_axis": "head_dim"}, **GRAPHS, **one),
             gpu(m64, settings={"key_axis": "head_dim"}, **other), MANY, **run,

@@ -31,9 +31,11 @@ from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 
 try:
-    from vllm.v1.core.kv_cache_planning import get_kv_cache_configs  # vLLM 0.33
+    from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs  # vLLM 0.33
 except ImportError:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    get_global_kv_cache_groups = None
 
 from bie_vllm_plugin.cache_spec import rule_of
 from bie_vllm_plugin.window_layer import WindowLayer
@@ -90,7 +92,8 @@ class LayerDriver:
         cache = self.config.cache_config
         cache.kv_cache_layout = resolve_kv_cache_layout(self.config, offered).name
         register_all_kvcache_specs(self.config)
-        worker = get_kv_cache_configs(self.config, [specs], [pool_bytes])[0]
+        groups = [get_global_kv_cache_groups(self.config, [specs])] if get_global_kv_cache_groups else []
+        worker = get_kv_cache_configs(self.config, [specs], [pool_bytes], *groups)[0]
         pages = [group.kv_cache_spec.block_size for group in worker.kv_cache_groups]
         caches = allocate_kv_cache(worker, self.device, cache.get_resolved_kv_cache_layout(), pages)
         for name in names:

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache managers alone, inside vLLM's own KVCacheManager; `test_cache_manager.py` runs this per release.
 
-No model and no worker: requests arrive, are chunked, drafted, rejected, preempted
-and finished at random, and after every step the invariants of the two caches hold.
+No model and no worker; random schedules are in `manager_schedules.py`.
 """
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bie_kernels.layout import PAGE_TOKENS, PageLayout
 from bie_vllm_plugin import register
@@ -39,7 +34,7 @@ init_none_hash(sha256)
 
 def make_manager(blocks: int, *, caching: bool = True, lookahead: int = 0, itemsize: int = 2,
                  retention: int | None = 0, max_len: int = MAX_LEN, batches: int = 1, chunk: int = 0,
-                 events: bool = False, ahead: int = 0, dropped: int = 0,
+                 events: bool = False, ahead: int = 0, dropped: int = 0, stats: bool = True,
                  **options) -> KVCacheManager:  # fmt: skip
     """vLLM's manager over a body and a window group."""
     config = Int4AsymConfig(**options)
@@ -52,15 +47,17 @@ def make_manager(blocks: int, *, caching: bool = True, lookahead: int = 0, items
     )
     return KVCacheManager(
         kv_config, max_model_len=max_len, scheduler_block_size=PAGE_TOKENS, hash_block_size=window.block_size,
-        max_in_flight_tokens=2048, enable_caching=caching, log_stats=True, enable_kv_cache_events=events,
+        max_in_flight_tokens=2048, enable_caching=caching, log_stats=stats, enable_kv_cache_events=events,
         use_eagle=dropped > 0,
     )  # fmt: skip
 
 
-def make_request(name: str, tokens: list[int], page: int = 16) -> Request:
+def make_request(name: str, tokens: list[int], page: int = 16, prompt_logprobs: int | None = None, **keys) -> Request:
+    """`keys` go to the request: cache_salt, lora_request, mm_features."""
     return Request(
-        request_id=name, prompt_token_ids=tokens, sampling_params=SamplingParams(max_tokens=10_000),
-        pooling_params=None, block_hasher=get_request_block_hasher(page, sha256),
+        request_id=name, prompt_token_ids=tokens, pooling_params=None,
+        sampling_params=SamplingParams(max_tokens=10_000, prompt_logprobs=prompt_logprobs),
+        block_hasher=get_request_block_hasher(page, sha256), **keys,
     )  # fmt: skip
 
 
@@ -338,79 +335,3 @@ def test_partly_filled_pages_are_never_published():
         assert block.block_hash_num_tokens % 16 == 0
     # 7 whole body pages of 500 tokens; window pages: the sink and the prompt's tail.
     assert run_prompt(manager, "b", tokens[:449] + [1]) == 448
-
-
-# -- random schedules -------------------------------------------------------------------
-def check_invariants(manager: KVCacheManager, requests: dict[str, dict], recent: int, sink: int) -> None:
-    body, window = parts(manager)
-    pool = manager.block_pool
-    count: dict[int, int] = {}
-    for name, state in requests.items():
-        for rows in (body.req_to_blocks.get(name, []), window.req_to_blocks.get(name, [])):
-            for block in rows:
-                if not block.is_null:
-                    count[block.block_id] = count.get(block.block_id, 0) + 1
-        rows = window.req_to_blocks.get(name, [])
-        computed, hit = state["computed"], state["hit"]
-        page = window.block_size
-        for position in [*range(min(sink, computed)), *range(max(computed - recent + 1, 0), computed)]:
-            if position >= hit or position < sink:
-                assert not rows[position // page].is_null, (name, position, computed, hit)
-        assert all(not block.is_null for block in body.req_to_blocks.get(name, []))
-    for block in pool.blocks:
-        if not block.is_null:
-            assert block.ref_cnt == count.get(block.block_id, 0), block
-    # No page serves both groups at once, and none is shared without a hash.
-    in_body = {b.block_id for name in requests for b in body.req_to_blocks.get(name, []) if not b.is_null}
-    in_window = {b.block_id for name in requests for b in window.req_to_blocks.get(name, []) if not b.is_null}
-    assert not in_body & in_window
-    assert all(pool.blocks[i].block_hash is not None for i, n in count.items() if n > 1)
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 - len(count)
-
-
-@given(seed=st.integers(0, 10_000), hits=st.sampled_from(["relaxed", "strict"]), caching=st.booleans(),
-       drafts=st.sampled_from([0, 1, 5]), cached_drafter=st.booleans(),
-       blocks=st.sampled_from([60, 90, 200]))  # fmt: skip
-@settings(max_examples=60, deadline=None)
-def test_random_schedules_keep_the_invariants(seed, hits, caching, drafts, cached_drafter, blocks):
-    rng = random.Random(seed)
-    ahead = drafts if cached_drafter else 0
-    manager = make_manager(blocks, caching=caching, lookahead=drafts, ahead=ahead, max_len=1024, prefix_hits=hits)
-    running: dict[str, dict] = {}
-    prefixes = [[rng.randrange(1000) for _ in range(400)] for _ in range(2)]
-    for round_ in range(60):
-        action = rng.random()
-        if action < 0.3 and len(running) < 5:
-            prompt = rng.choice(prefixes)[: rng.randrange(1, 400)] + [rng.randrange(1000)] * rng.randrange(1, 200)
-            request = make_request(f"r{round_}", prompt)
-            hit = start(manager, request)
-            chunk = min(rng.choice([64, 100, 300]), len(prompt) - hit)
-            if step(manager, request, chunk, ahead, first_hit=hit) is None:
-                continue
-            running[request.request_id] = {"request": request, "computed": hit + chunk, "hit": hit}
-            request.num_computed_tokens = hit + chunk
-        elif action < 0.9 and running:
-            name = rng.choice(list(running))
-            state = running[name]
-            request, computed = state["request"], state["computed"]
-            if computed < request.num_prompt_tokens:
-                n, accepted = min(rng.choice([64, 100, 300]), request.num_prompt_tokens - computed), None
-            else:
-                request.append_output_token_ids(rng.randrange(1000))
-                n = 1 + drafts
-                accepted = 1 + rng.randrange(drafts + 1)
-            if computed + n >= 1024 or step(manager, request, n, ahead) is None:
-                manager.free(request)  # preempted or finished
-                del running[name]
-            else:
-                if accepted is not None:
-                    request.append_output_token_ids([rng.randrange(1000) for _ in range(accepted - 1)])
-                state["computed"] = computed + (n if accepted is None else accepted)
-                request.num_computed_tokens = state["computed"]
-        elif running:
-            name = rng.choice(list(running))
-            manager.free(running.pop(name)["request"])
-        check_invariants(manager, running, 128, 8)
-    for state in running.values():
-        manager.free(state["request"])
-    assert manager.block_pool.get_num_free_blocks() == blocks - 1

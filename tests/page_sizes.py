@@ -5,9 +5,9 @@
 
 Runs without an engine, on the installed vLLM or on another release's Python
 sources. A pattern is (layers, KV heads, head size, full layers per cycle, window,
-skipped full layers); per request of `LENGTH` tokens in bf16 it reports what vLLM
-allocates against the sum of the pages' bytes, the alignment of prefix hits, and
-the tokens a pool holds against `auto`.
+skipped full layers), a drafter (layers, KV heads, head size, tokens, EAGLE head); per
+request of `LENGTH` tokens in bf16 it reports what vLLM allocates against the sum of the
+pages' bytes, the alignment of prefix hits, and the tokens a pool holds against `auto`.
 """
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 import bie_vllm_plugin
 from bie_kernels.layout import PageLayout
-from bie_vllm_plugin.cache_spec import BodySpec, body_spec, window_spec
+from bie_vllm_plugin.cache_spec import BodySpec, DrafterSpec, body_spec, window_spec
 from bie_vllm_plugin.config import Int4AsymConfig
+from bie_vllm_plugin.page_report import auto_request_bytes
 from bie_vllm_plugin.sliding_pages import sliding_pages
 
 bie_vllm_plugin.register()
@@ -58,6 +59,13 @@ PATTERNS = {
     "Olmo-3-7B": (32, 32, 128, 4, 4096, 0),
     "Mistral-7B-v0.1": (32, 8, 128, 0, 4096, 0),
 }
+DRAFTED = {
+    # name: (layers of the target, its KV heads and head size, the drafter)
+    "Llama-3-8B, EAGLE-3 head": (32, 8, 128, (1, 8, 128, 3, True)),
+    "Llama-3-70B, tensor parallel 8, EAGLE-3 head": (80, 1, 128, (1, 1, 128, 3, True)),
+    "Llama-3-8B, draft model Llama-3.2-1B": (32, 8, 128, (16, 8, 64, 3, False)),
+    "Qwen2.5-7B, draft model Qwen2.5-0.5B": (28, 4, 128, (24, 2, 64, 8, False)),
+}
 
 
 def engine(layout: KVCacheLayout) -> SimpleNamespace:
@@ -77,12 +85,14 @@ def engine(layout: KVCacheLayout) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def specs(pattern: tuple, dtype: str) -> dict:
+def specs(pattern: tuple, dtype: str, drafter: tuple | None = None) -> dict:
     layers, heads, head, every, window, skipped = pattern
+    draft_layers, draft_heads, draft_head, drafts, eagle = drafter or (0, 0, 0, 0, False)
     shape = {"num_kv_heads": heads, "head_size": head, "dtype": torch.bfloat16}
     ours = dtype == "int4_asym"
     body = body_spec(PageLayout(head), heads)
-    companion = window_spec(Int4AsymConfig(), heads, head, head, torch.bfloat16, 0, 0)
+    companion = window_spec(Int4AsymConfig(), heads, head, head, torch.bfloat16, drafts, 0, drafted_ahead=drafts,
+                            dropped=64 * eagle)  # fmt: skip
     dense = BodySpec(block_size=64, **shape) if ours else FullAttentionSpec(block_size=16, **shape)
     full = layers // every if every else 0
     block = full * body.page_size_bytes + skipped * (dense.page_size_bytes - body.page_size_bytes)
@@ -104,19 +114,21 @@ def specs(pattern: tuple, dtype: str) -> dict:
         else:
             result[name] = body
             result[name + ".int4_asym_window"] = companion
+    shape = {"num_kv_heads": draft_heads, "head_size": draft_head, "dtype": torch.bfloat16}
+    for layer in range(draft_layers):
+        spec = DrafterSpec(block_size=64, **shape) if ours else FullAttentionSpec(block_size=16, **shape)
+        result[f"draft_model.layers.{layer}.self_attn.attn"] = spec
     return result
 
 
-def plan(pattern: tuple, dtype: str) -> dict:
+def plan(pattern: tuple, dtype: str, drafter: tuple | None = None) -> dict:
     vllm_config = engine(KVCacheLayout.BLHNC if dtype == "int4_asym" else KVCacheLayout.LBHNC)
-    wanted = specs(pattern, dtype)
+    wanted = specs(pattern, dtype, drafter)
     groups = planning.get_kv_cache_groups(vllm_config, dict(wanted))
     # As the engine core does, before it asks for the scheduler's block size.
     vllm_config.cache_config.block_size = min(group.kv_cache_spec.block_size for group in groups)
     config = planning.get_kv_cache_config_from_groups(vllm_config, groups, POOL)
     block = config.kv_cache_tensors[0].size // config.num_blocks
-    if vllm_config.cache_config.kv_cache_layout == "LBHNC":
-        block = POOL // config.num_blocks
     pages = [-(-g.kv_cache_spec.max_memory_usage_bytes(vllm_config) // g.kv_cache_spec.page_size_bytes) for g in groups]
     plain = [replace(spec, page_size_padded=None) for spec in wanted.values()]
     ideal = sum(spec.max_memory_usage_bytes(vllm_config) for spec in plain)
@@ -124,14 +136,20 @@ def plan(pattern: tuple, dtype: str) -> dict:
     return {
         "groups": len(groups), "overhead": sum(pages) * block / ideal - 1, "alignment": scheduler_block,
         "largest_page": max(spec.block_size for spec in wanted.values()), "hash_block": hash_block,
-        "tokens": int(config.num_blocks / sum(pages) * LENGTH),
+        "tokens": int(config.num_blocks / sum(pages) * LENGTH), "request": sum(pages) * block,
+        "report": auto_request_bytes(wanted, LENGTH, IN_FLIGHT, 2, 16),
+        "led_by": type(getattr(groups[0].kv_cache_spec, "first_spec", groups[0].kv_cache_spec)).__name__,
+        "drafter_in_group_0": {n for n in wanted if n.startswith("draft")} <= set(groups[0].layer_names),
     }  # fmt: skip
 
 
 def main() -> None:
-    for name, pattern in PATTERNS.items():
-        ours, auto = plan(pattern, "int4_asym"), plan(pattern, "auto")
-        print(json.dumps({"name": name, **ours, "auto_tokens": auto["tokens"], "auto_groups": auto["groups"]}))
+    cases = {name: (pattern, None) for name, pattern in PATTERNS.items()}
+    cases |= {name: ((*target, 1, None, 0), drafter) for name, (*target, drafter) in DRAFTED.items()}
+    for name, (pattern, drafter) in cases.items():
+        ours, auto = plan(pattern, "int4_asym", drafter), plan(pattern, "auto", drafter)
+        other = {"auto_tokens": auto["tokens"], "auto_request": auto["request"]}
+        print(json.dumps({"name": name, **ours, "drafter": bool(drafter), **other}))
 
 
 if __name__ == "__main__":

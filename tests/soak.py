@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many short requests against a pool that preempts: random lengths, aborts, shared prefixes, sampling settings.
 
-    python tests/soak.py --requests 10000 [--drafts 3]
+    python tests/soak.py --requests 10000 [--drafts 3] [--out eval/results/soak.json]
 
-Every 100th request is a probe whose answer is known from a fresh engine. At the end
-no page may be held, no probe may have differed and memory must be flat. Prints one
-JSON line and exits non-zero on failure. A tiny random model, on CPU or GPU.
+Every 100th request is a probe whose answer is known from a fresh engine: the same tokens, and
+where they part, two that the fresh engine itself holds for equally likely (`TIE`). At the end no page
+may be held, no probe may have differed and memory must be flat. Prints one JSON line, also into
+the file `--out`, and exits non-zero on failure. A tiny random model, on CPU or GPU.
 """
 from __future__ import annotations
 
@@ -13,26 +14,39 @@ import argparse
 import json
 import os
 import random
+import shlex
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "eval")]
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 import psutil
 import torch
-from engine import generate, greedy, llm, logprob_differences, run_engines, tokens
+from engine import compare_answer, generate, greedy, llm, run_engines, tokens
 from engine_steps import pool
 from engine_worker import result_of
+from quality import versions
 from tiny_models import tiny_model
 
 CONCURRENT = 12
 PROBE_EVERY = 100
 PROBE_TOKENS = 24
+
 WORST = 0.05
+"""Nats by which a token's log-probability may differ: in fp32 a code flips where rounding meets a tie."""
+
+TIE = 0.02
+"""Nats between a fresh engine's first and second choice below which the other one is no error."""
+
+SHARED = 0.9
+"""Least share of the probes' tokens that come before any parting; what follows is another text."""
+
+COARSE = 10
+"""Factor on `WORST` and `TIE` where the model is not in fp32."""
 
 
 def arguments(model: str, dtype: str = "float32", drafts: int = 0) -> dict:
@@ -121,10 +135,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32", help="of the model; bfloat16 for GPUs")
     parser.add_argument("--drafts", type=int, default=0, help="n-gram drafts; on CPUs all requests are greedy then")
+    parser.add_argument("--out", type=Path, help="file for the result")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = soak(tiny_model(Path(folder), "gqa"), options)
-    print(json.dumps(result))
+    line = json.dumps(result)
+    if options.out:
+        options.out.write_text(line + "\n")
+    print(line)
     return int(not result["ok"])
 
 
@@ -138,14 +156,16 @@ def soak(model: str, options: argparse.Namespace) -> dict:
         [{"llm": fresh, "steps": [generate(driver.probes, n=PROBE_TOKENS, one_by_one=True)]}]
     )
     memory = driver.run(options.requests)
-    worst = max((float(logprob_differences([known[i]], [answer]).max()) for i, answer in driver.answers), default=0.0)
+    factor = 1 if options.dtype == "float32" else COARSE
+    compared = [compare_answer(known[i], answer, WORST * factor, TIE * factor) for i, answer in driver.answers]
+    shared = sum(probe["shared"] for probe in compared) / max(1, PROBE_TOKENS * len(compared))
     metrics = {m.name: m.value for m in engine.get_metrics() if hasattr(m, "value")}
     state = pool(engine)
     growth = memory[-1] - memory[len(memory) // 2]  # the first half fills caches of the allocator
     probes = len(range(0, options.requests, PROBE_EVERY))
     checks = {
         "every probe answered": len(driver.answers) == probes and not driver.asked,
-        "probes right": worst < WORST * (10 if options.dtype != "float32" else 1),
+        "probes right": all(probe["right"] for probe in compared) and shared >= SHARED,
         "no leaked page": state["free"] == state["pages"] - 1 and state["known"] == state["referenced"] == 0,
         "preempted": metrics["vllm:num_preemptions"] > 0,
         "drafts accepted": not options.drafts or metrics["vllm:spec_decode_num_accepted_tokens"] > 0,
@@ -153,10 +173,15 @@ def soak(model: str, options: argparse.Namespace) -> dict:
     }
     return {
         "ok": all(checks.values()), "failed": [name for name, ok in checks.items() if not ok],
-        "requests": options.requests, "finished": driver.finished, "aborted": driver.aborted, "probes": probes,
-        "worst_probe": worst, "preemptions": metrics["vllm:num_preemptions"], "pool": state,
+        "requests": options.requests, "finished": driver.finished, "aborted": driver.aborted,
+        "probes": probes, "probes_right": sum(probe["right"] for probe in compared),
+        "tokens_shared": shared, "worst_nats": max((probe["worst"] for probe in compared), default=None),
+        "partings_nats": [str(probe["gap"]) for probe in compared if probe["gap"] is not None],
+        "bounds": {"worst": WORST * factor, "tie": TIE * factor, "shared": SHARED},
+        "preemptions": metrics["vllm:num_preemptions"], "pool": state,
         "prefix_hits": metrics["vllm:prefix_cache_hits"], "growth_mib": growth / 2**20,
         "seconds": round(time.time() - start),
+        "command": "python " + shlex.join(sys.argv), "versions": versions(),
     }  # fmt: skip
 
 

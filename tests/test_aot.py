@@ -47,36 +47,24 @@ MATRIX = [
     for arch, size, (family, rest) in itertools.product(archs, sizes, FAMILIES)
     if size in KEYS_SIZES or not rest.endswith("-keys")
 ]
-SPILLS = {"decode-sm_90-d128-bf16-q6-keys": 64, "decode-sm_89-d128-bf16-q6-keys": 64}
-"""Bytes of stack that a named build may take: 24 rows need every register, the rest goes around the loops."""
-
-
-MATRIX_SPILLS = {
-    "d64-keys": 8,
+PLAIN_SPILLS = {
     "d80-g32": 80, "d80-gqa16": 128, "d80-head_dim": 96, "d80-q6": 208,
-    "d96-q6-keys": 64,
     "d96-g32": 56, "d96-gqa16": 144, "d96-head_dim": 112, "d96-q6": 216,
     "d112-g32": 80, "d112-gqa16": 112, "d112-head_dim": 88, "d112-q6": 216,
-    "d128-q6-keys": 88,
     "d128-g32": 104, "d128-gqa16": 96, "d128-head_dim": 152, "d128-q6": 224,
-    "d192-gqa16-keys": 48, "d192-q6-keys": 56,
     "d192": 64, "d192-g32": 696, "d192-gqa16": 512, "d192-head_dim": 1344, "d192-q6": 784,
-    "d256-gqa16-keys": 48, "d256-q6-keys": 48,
     "d256": 128, "d256-g32": 704, "d256-gqa16": 720, "d256-head_dim": 1856, "d256-q6": 896,
 }  # fmt: skip
-"""The same for the matrix, by size and variant, the most on any card (Triton 3.9).
+"""Bytes of stack of the plain kernel in the matrix, by size and variant: the most on any card (Triton 3.9).
 
-The fast path where 16 or 24 rows meet wide heads, and 8 bytes with 8 rows at D = 64 on sm_120; the plain kernel, whose
-one warp had better spill than wait at barriers, beyond 8 rows and at D = 192 and 256.
+Its one warp had better spill than wait at barriers. No named build spills, and none of `decode_keys`.
 """
 
 
 def spills_allowed(name: str) -> int:
     """Bytes of stack that the decode kernel of a build may take."""
-    if name in BUILDS:
-        return SPILLS.get(name, 0)
     _, _, size, _, *variant = name.split("-")
-    return MATRIX_SPILLS.get("-".join([size, *variant]), 0)
+    return 0 if name in BUILDS else PLAIN_SPILLS.get("-".join([size, *variant]), 0)
 
 
 def build(name: str) -> list[dict]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`manager_suite.py` on every supported release, and vLLM's own grouping of layers."""
+"""The managers on every supported release, and vLLM's own grouping of layers."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from vllm_sources import run_with
 
-SUITE = Path(__file__).with_name("manager_suite.py")
+SUITE = [str(Path(__file__).with_name(f"manager_{name}.py")) for name in ("suite", "scenarios", "schedules")]
 
 
 @pytest.mark.parametrize("version", ["0.32", "0.33"])
 def test_managers(version):
-    done = run_with(version, ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(SUITE)])
+    done = run_with(version, ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *SUITE])
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "failed" not in done.stdout
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import textwrap
@@ -47,6 +48,18 @@ def test_good_settings_are_frozen_and_complete():
     with pytest.raises(ValueError):
         config.sink_tokens = 4
 
+
+ON_PLATFORM = """
+import vllm.platforms as platforms
+from vllm.platforms.interface import Platform, PlatformEnum
+class Other(Platform):
+    _enum, device_name, device_type = PlatformEnum.{enum}, "{name}", "{kind}"
+platforms.current_platform = Other()
+import bie_vllm_plugin
+bie_vllm_plugin._state["registered"] = False
+bie_vllm_plugin.register()
+"""
+"""For who asks from here on; last, since modules imported then would keep it."""
 
 # What is refused when the engine's configuration is made: name -> (extra code, arguments, words of the sentence).
 BAD_ENGINES = {
@@ -125,14 +138,53 @@ BAD_ENGINES = {
                                     "enable_adaptive_verification": True}},
         ["speculative_config.enable_adaptive_verification", "leave it out"],
     ),
+    "draft model in another layout": (
+        "envs.VLLM_KV_CACHE_LAYOUT = 'LBHNC'",
+        {"speculative_config": {"method": "draft_model", "model": "MODEL", "num_speculative_tokens": 2}},
+        ["needs the cache layout BLHNC, not VLLM_KV_CACHE_LAYOUT=LBHNC", "unset VLLM_KV_CACHE_LAYOUT"],
+    ),
     "several MTP modules": (
         "", {"model": "TWO_MTP", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
         ["2 speculative tokens of several MTP modules", "num_speculative_tokens to 1"],
+    ),
+    "draft model with latent attention": (
+        "", {"speculative_config": {"method": "draft_model", "model": "MLA", "num_speculative_tokens": 2}},
+        ["the draft model", "uses multi-head latent attention", "method ngram"],
+    ),
+    "draft model with state-space layers": (
+        "", {"speculative_config": {"method": "draft_model", "model": "HYBRID", "num_speculative_tokens": 2}},
+        ["the draft model", "uses state-space or linear-attention layers", "method ngram"],
     ),
     "medusa": (
         "", {"speculative_config": {"method": "medusa", "model": "MEDUSA", "num_speculative_tokens": 2}},
         ["'medusa'", "draft_model, eagle, eagle3, mtp, ngram"],
     ),
+    **{
+        name: (
+            ON_PLATFORM.format(enum=enum, name=device, kind=kind), {},
+            ["--kv-cache-dtype int4_asym runs on NVIDIA GPUs and CPUs", f"not on {device or kind}",
+             "--kv-cache-dtype auto"],
+        )
+        for name, enum, device, kind in (
+            ("ROCm", "ROCM", "rocm", "cuda"), ("XPU", "XPU", "xpu", "xpu"), ("TPU", "TPU", "", "tpu"),
+            ("a platform of a plugin", "OOT", "npu", "npu"),
+        )
+    },
+}  # fmt: skip
+
+# Accepted: name -> (extra code, arguments).
+GOOD_ENGINES = {
+    "n-gram drafts on the GPU": (
+        "", {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
+    ),
+    **{
+        f"settings {settings}": ("", {"additional_config": {"int4_asym": settings}})
+        for settings in (
+            {"sink_tokens": 4, "recent_tokens": 256}, {"recent_tokens": 256, "sink_tokens": 4},
+            {"sink_tokens": 4, "recent_tokens": 192}, {"sink_tokens": 0, "recent_tokens": 256},
+            {"group_size": 32}, {"key_axis": "head_dim"}, {"prefix_hits": "strict"}, {},
+        )
+    },
 }  # fmt: skip
 
 
@@ -153,16 +205,24 @@ def refusals(model_64, model_1kv, tmp_path_factory) -> dict[str, str]:
         "TWO_MTP": config_only(
             base / "mimo", architectures=["MiMoForCausalLM"], model_type="qwen2", num_nextn_predict_layers=2, **small
         ),
+        "MLA": config_only(
+            base / "deepseek", architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", kv_lora_rank=64,
+            q_lora_rank=None, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32, n_routed_experts=4, **small
+        ),
+        "HYBRID": config_only(
+            base / "lfm2", architectures=["Lfm2ForCausalLM"], model_type="lfm2",
+            layer_types=["conv", "full_attention"], **small
+        ),
         "MEDUSA": config_only(base / "medusa", architectures=["MedusaModel"], model_type="medusa", **small),
     }
     parts = [
         "import json, traceback",
         "from vllm.engine.arg_utils import EngineArgs",
         "from vllm.v1.attention.backends import registry",
-        "import vllm.envs as envs",
+        "import vllm.envs as envs, vllm.platforms",
         "results = {}",
     ]
-    for name, (code, arguments, _) in BAD_ENGINES.items():
+    for name, (code, arguments, *_) in (GOOD_ENGINES | BAD_ENGINES).items():
         text = json.dumps(arguments)
         for placeholder, folder in folders.items():
             text = text.replace(f'"{placeholder}"', json.dumps(folder))
@@ -170,13 +230,14 @@ def refusals(model_64, model_1kv, tmp_path_factory) -> dict[str, str]:
         body = textwrap.indent(
             f"extra = dict({arguments!r})\n{code}\n"
             f"extra.setdefault('model', {model_64!r})\n"
-            "EngineArgs(kv_cache_dtype='int4_asym', skip_tokenizer_init=True, **extra)"
-            f".create_engine_config()\nresults[{name!r}] = 'accepted'",
+            "engine = EngineArgs(kv_cache_dtype='int4_asym', skip_tokenizer_init=True, **extra)"
+            f".create_engine_config()\nresults[{name!r}] = 'accepted ' + engine.compute_hash()",
             "    ",
         )
         parts.append(
             f"try:\n{body}\nexcept Exception as error:\n    results[{name!r}] = str(error)\n"
-            "registry._ATTN_OVERRIDES.clear(); envs.__dict__.pop('VLLM_BATCH_INVARIANT', None)"
+            "registry._ATTN_OVERRIDES.clear(); vllm.platforms.__dict__.pop('current_platform', None)\n"
+            "for name in ('VLLM_BATCH_INVARIANT', 'VLLM_KV_CACHE_LAYOUT'): envs.__dict__.pop(name, None)"
         )
     parts.append("print('RESULTS' + json.dumps(results))")
     done = subprocess.run([sys.executable, "-c", "\n".join(parts)], capture_output=True, text=True, timeout=300)
@@ -190,6 +251,17 @@ def test_bad_engine_configurations(refusals, case):
     assert all(word in message for word in words), message
     # pydantic wraps a validator's ValueError; the sentence itself is one line.
     assert len([line for line in message.splitlines() if words[0] in line]) == 1
+
+
+@pytest.mark.parametrize("case", GOOD_ENGINES)
+def test_good_engine_configurations(refusals, case):
+    assert refusals[case].startswith("accepted ")
+
+
+def test_settings_enter_the_key_of_the_compile_cache(refusals):
+    """vLLM names its folder of compiled graphs by this hash of the configuration."""
+    keys = [refusals[case] for case in GOOD_ENGINES if case.startswith("settings")]
+    assert len(keys) == 8 and keys[0] == keys[1] and len(set(keys)) == 7
 
 
 def test_drafters_that_read_the_targets_cache_are_refused():
@@ -269,6 +341,22 @@ def test_built_layers():
         assert all(word in str(error.value) for word in words), error.value
 
 
+def test_the_log_says_that_nothing_is_quantised(monkeypatch, caplog):
+    """All layers windowed: as under `auto`, and not without a word."""
+    from types import SimpleNamespace as Namespace
+
+    from bie_vllm_plugin import vllm_compat
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    config = config_with(built(dtype="auto", window=64), skip=["sliding_window"])
+    config.cache_config.cache_dtype, config.parallel_config = "int4_asym", Namespace(pipeline_parallel_size=1)
+    seen = []
+    vllm_compat._update_block_size(seen.append, config)
+    assert seen == [config]  # vLLM's own block size
+    (line,) = [record.getMessage() for record in caplog.records if "int4_asym" in record.getMessage()]
+    assert "every layer of this worker has a sliding window or is skipped" in line and "full precision" in line
+
+
 @pytest.mark.parametrize(
     ("field", "value", "word"),
     [
@@ -287,3 +375,25 @@ def test_layers_are_checked_when_they_choose_a_backend(field, value, word):
     check_layer(good)
     with pytest.raises(ValueError, match=word):
         check_layer(good._replace(**{field: value}))
+
+
+def test_fp32_and_foreign_layouts_are_refused_when_a_layer_chooses_its_backend(monkeypatch):
+    """Both used to be found after loading, on GPUs."""
+    import torch
+    import vllm.platforms
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from bie_vllm_plugin.checks import check_layer
+
+    layer = AttentionSelectorConfig(head_size=64, dtype=torch.float32, kv_cache_dtype="int4_asym", block_size=None)
+    check_layer(layer)
+    monkeypatch.setattr(type(vllm.platforms.current_platform), "is_cpu", lambda self: False)
+    with pytest.raises(ValueError, match="--dtype float32 .* on GPUs; use --dtype bfloat16 or float16"):
+        check_layer(layer)
+    layer = layer._replace(dtype=torch.bfloat16)
+    for layout in ("HND", "BLHNC", "LBHNC"):
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+        check_layer(layer)
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
+    with pytest.raises(ValueError, match="VLLM_KV_CACHE_LAYOUT=NHD .* set it to BLHNC"):
+        check_layer(layer)

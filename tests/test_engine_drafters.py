@@ -14,6 +14,7 @@ FACTS = {"do": "facts"}
 VIEWS = {"do": "cache_views"}
 PATTERN = tokens(40, seed=9)
 PROMPTS = [tokens(5, seed=5), tokens(100, seed=100), tokens(333, seed=333), PATTERN * 6]
+DEPTHS = [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)]  # drafts a step
 SHORT = [tokens(n, seed=n) for n in (4, 20, 63, 64)]  # all within the window to the last token: INT4 is never read
 
 
@@ -47,7 +48,7 @@ def plain(model_64) -> list:
     return run(llm(model_64), generate(SHORT), generate(PROMPTS, n=48))
 
 
-@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("k", DEPTHS)
 def test_a_copy_as_its_own_draft(model_64, plain, k):
     """Equal to plain, while our pages are poisoned and no byte of them is written by the drafter."""
     _, short, first, long, facts, counts, views = run(
@@ -187,19 +188,21 @@ def check_head(target: str, speculation: dict, plain: list[dict], layers: int, k
     assert len(shapes) == 2 * 4 + layers and len({shape[0] for shape in shapes.values()}) == 1
 
 
-def test_eagle3(model_64, plain, tmp_path):
+@pytest.mark.parametrize("k", DEPTHS)
+def test_eagle3(model_64, plain, tmp_path, k):
     head = tiny_eagle3(tmp_path / "head", model_64)
-    check_head(model_64, {"method": "eagle3", "model": head}, plain[1], layers=1, k=3)
+    check_head(model_64, {"method": "eagle3", "model": head}, plain[1], layers=1, k=k)
 
 
 @pytest.mark.slow
-def test_eagle(model_64, plain, tmp_path):
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_eagle(model_64, plain, tmp_path, k):
     head = tiny_eagle(tmp_path / "head", model_64)
-    check_head(model_64, {"method": "eagle", "model": head}, plain[1], layers=1, k=3)
+    check_head(model_64, {"method": "eagle", "model": head}, plain[1], layers=1, k=k)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", [1, 3, 8])
 def test_mtp(tmp_path, k):
     model = tiny_mimo(tmp_path)
     (plain_results,) = run(llm(model), generate(PROMPTS, n=48))
@@ -220,9 +223,3 @@ def test_suffix_decoding(model_64, plain, k):
     assert both["draft_tokens"] > first["draft_tokens"] > 0
     # The second time the very answers are in the tree.
     assert both["accepted_tokens"] - first["accepted_tokens"] > 50
-
-
-def test_a_layout_that_separates_the_drafter_is_refused(model_64):
-    """Under LBHNC the drafter has a group of its own, and the V1 runner would hand it the block table of group 0."""
-    (result,) = run_engines([{"llm": drafted(model_64, model_64, 3), "steps": []}], VLLM_KV_CACHE_LAYOUT="LBHNC")
-    assert "needs the cache layout BLHNC" in result["error"] and "unset VLLM_KV_CACHE_LAYOUT" in result["error"]

@@ -218,6 +218,10 @@ def test_every_worker_logs_the_settings(model_64, tmp_path):
     assert len(workers) == 2, lines
     assert "2 groups" in pages and "multiples of 64 tokens" in pages
     assert int(re.search(r"(\d+) % above", pages).group(1)) <= 10
+    held, times = re.search(r"holds (\d+) tokens, ([\d.]+) times what it would hold under auto", pages).groups()
+    # Under `auto` a request of 2,048 tokens takes 16 pages of 128 in each of 4 layers of one head in fp32.
+    auto = (64 << 20) / (16 * 4 * 128 * (64 + 64) * 4) * 2048
+    assert float(times) == pytest.approx(int(held) / auto, rel=0.01) and float(times) > 2
     # Per token and worker: 4 layers x 1 KV head x 72 bytes, and (64 + 64) x 4 bytes in fp32 windows.
     assert all("288 bytes per token in the body, 2048 in the window" in line for line in lines)
     assert all("4 layers" in line and "sink_tokens=8 recent_tokens=128" in line for line in lines)

@@ -72,21 +72,20 @@ def test_image_prompts(tmp_path):
 
 
 def test_embeddings_of_a_decoder(tmp_path):
-    """A decoder that embeds, like Qwen3-Embedding, prefills by the same rule; all in 16 bits it is `auto`."""
+    """A decoder that embeds, like Qwen3-Embedding, prefills by the same rule; all in 16 bits, and with the flag left
+    out, it is exact."""
     model = add_tokenizer(tiny_model(tmp_path, "qwen3"))
     texts = [tokens(n, seed=n) for n in (50, 100, 400)]
     step = {"do": "embed", "prompts": texts}
     base = {"runner": "pooling", "convert": "embed", "max_model_len": 1024, "enable_prefix_caching": False,
             "skip_tokenizer_init": False}  # fmt: skip
+    engines = [llm(model, **settings, **base) for settings in ({}, {"settings": {"recent_tokens": 1024}}, {})]
+    del engines[0]["kv_cache_dtype"]
     auto, wide, int4 = (
-        np.array(run[0])
-        for run in started(run_engines(
-            [
-                {"llm": {**llm(model, **kwargs, **base)}, "steps": [step]}
-                for kwargs in ({"kv_cache_dtype": "auto"}, {"settings": {"recent_tokens": 1024}}, {})
-            ]
-        ))
+        np.array(run[0]) for run in started(run_engines([{"llm": engine, "steps": [step]} for engine in engines]))
     )
+    exact = [Oracle(recent_tokens=1024).embedding(model, text).numpy() for text in texts]
+    assert np.abs(auto - exact).max() < 1e-4
     assert np.abs(auto - wide).max() < 1e-5
     assert np.abs(auto[:2] - int4[:2]).max() < 1e-5  # texts within the window
     assert np.abs(auto[2] - int4[2]).max() > 1e-5  # a longer text reads INT4

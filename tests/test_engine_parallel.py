@@ -80,6 +80,16 @@ def test_a_pipeline_rank_without_int4_layers(tmp_path, name, partition, skipped)
     assert_same(expected, results, shared=0.8)
 
 
+@pytest.mark.slow
+def test_pipeline_of_windowed_layers_only(tmp_path):
+    """No rank has an INT4 layer: as under `auto`; the second prompt comes while the first one decodes."""
+    model = tiny_model(tmp_path, "mistral windowed")
+    step = {"do": "staggered", "prompts": PROMPTS, "after": [0, 4], "sampling": greedy(32)}
+    ((expected,),) = started(run_engines([{"llm": llm(model, kv_cache_dtype="auto"), "steps": [step]}]))
+    (results,) = in_processes(model, 2, steps=[step], **PIPELINE)
+    assert_same(expected, results, median=1e-5, worst=1e-3)
+
+
 def test_ranks_order_a_batch_alike():
     """Whatever the backends of a rank ask for, with a pipeline the threshold is the same on all ranks."""
     code = textwrap.dedent("""

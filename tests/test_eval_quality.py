@@ -288,6 +288,41 @@ def test_a_format_that_only_a_gpu_computes():
         assert (quality_formats.unsupported(quality_formats.Format(name, name), on_cpu) is None) == runs
 
 
+FAKE_SCORES = """
+import json, sys
+from pathlib import Path
+import numpy as np
+job = json.loads(Path(sys.argv[1]).read_text())
+Path(job["folder"]).mkdir(parents=True, exist_ok=True)
+Path(job["base"]).mkdir(parents=True, exist_ok=True)
+kl = {"keys": 0.004, "values": 0.001}.get(job["patches"].get("only"), 0.005)
+for unit in job["units"]:
+    one = np.ones(len(unit["prompt"]) - 1, np.float32)
+    np.savez(Path(job["folder"]) / f"{unit['id']}.npz", nll=2 * one, nll_base=2 * one, kl=kl * one, agree=one, top=one,
+             cached=0)
+    if job["is_base"]:
+        (Path(job["base"]) / f"{unit['id']}.pt").write_text("")
+    print(json.dumps({"unit": unit["id"]}), flush=True)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only= works on the CPU's torch path")
+def test_ablation_is_one_table_with_keys_and_values_alone(smollm2, tmp_path, monkeypatch):
+    """The whole command with an engine that computes nothing: every variant is a row of one table."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(FAKE_SCORES)
+    monkeypatch.setattr(quality_run, "WORKER", worker)
+    status, result = _run(smollm2, tmp_path, "--ablation", "--contexts", "256", "--documents", "prose", "--decode", "0")
+    assert status == stats.EXIT_STATUS[stats.UNSURE]  # 255 tokens are too few
+    (table,) = [part for part in (tmp_path / "quality_test.md").read_text().split("\n\n") if "| tokens |" in part][:1]
+    rows = {line.split(" | ")[0].strip("| "): line for line in table.splitlines()[2:]}
+    assert list(rows) == [fmt.label for fmt in quality_formats.ablation(30, on_cpu=True)]
+    assert {label: kl in rows[label] for label, kl in (
+        ("int4_asym", "0.0050"), ("int4_asym+only=keys", "0.0040"), ("int4_asym+only=values", "0.0010")
+    )} == dict.fromkeys(("int4_asym", "int4_asym+only=keys", "int4_asym+only=values"), True)  # fmt: skip
+    assert result["formats"] == dict.fromkeys(["auto", *rows], "ran")
+
+
 # -- engines ---------------------------------------------------------------------------
 def _run(model: str, work: Path, *more: str) -> tuple[int, dict]:
     status = quality.main(["--model", model, "--name", "test", "--work", str(work), "--out", str(work), *more])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that `int4_asym` does not serve: refused with one sentence, before any weight is read.
 
-The folders hold a config.json and nothing else, so a test that loads anything fails.
+The folders hold a config.json and nothing else, or weights that no loader can read: whoever reads them fails.
 """
 from __future__ import annotations
 
@@ -63,12 +63,30 @@ BY_CONFIG = {
          "layer_types": ["sliding_attention", "full_attention"] * 2},
         "share another layer's KV cache",
     ),
+    "head size 512, Gemma-4": (
+        "Gemma4TextConfig", "Gemma4ForCausalLM",
+        {"num_hidden_layers": 4, "head_dim": 64, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        "full-attention layers with heads of 512",
+    ),
+    "bidirectional image prefixes, PaliGemma": (
+        "PaliGemmaConfig", "PaliGemmaForConditionalGeneration",
+        {"text_config": {"model_type": "gemma", "head_dim": 64, **COMMON},
+         "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 64,
+                           "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}},
+        "attends to images in both directions (bidirectional multimodal prefixes)",
+    ),
 }  # fmt: skip
 
-# Refused when the attention layers are constructed.
+# Refused when the attention layers are constructed, or as soon as they all are.
 BY_LAYER = {
     "Falcon": (
         "FalconConfig", "FalconForCausalLM", {"alibi": False}, ["without its cache settings", "--kv-cache-dtype"],
+    ),
+    "values of another size, MiMo-V2": (
+        "MiMoV2FlashConfig", "MiMoV2FlashForCausalLM",
+        {"head_dim": 64, "v_head_dim": 128, "num_hidden_layers": 2, "hybrid_layer_pattern": [0, 0],
+         "moe_layer_freq": [0, 0], "layernorm_epsilon": 1e-5, "n_routed_experts": 4, "partial_rotary_factor": 0.5},
+        ["layers.0.self_attn.attn (Attention)", "an attention backend of its own (TRITON_ATTN_DIFFKV)"],
     ),
     "head size 32": (
         "LlamaConfig", "LlamaForCausalLM", {"head_dim": 32}, ["head_size 32", "64, 80, 96"],
@@ -120,9 +138,13 @@ def test_models_refused_by_their_configuration(by_config, case):
 
 @pytest.mark.engine
 def test_models_refused_by_their_layers(tmp_path):
-    folders = {name: folder_of(tmp_path, name, *case[:3]) for name, case in BY_LAYER.items()}
-    results = run_engines([{"llm": llm(f, load_format="dummy", max_model_len=512), "steps": []}
-                           for f in folders.values()])  # fmt: skip
+    """With the real loader and weights that cannot be read; a model that is served gets as far as those."""
+    cases = {**BY_LAYER, "served": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 64})}
+    folders = [folder_of(tmp_path, name, *case[:3]) for name, case in cases.items()]
+    for folder in folders:
+        (Path(folder) / "model.safetensors").write_bytes(b"not weights")
+    *results, served = run_engines([{"llm": llm(f, max_model_len=512), "steps": []} for f in folders])
+    assert "header" in served["error"], served
     for (name, case), result in zip(BY_LAYER.items(), results, strict=True):
         assert isinstance(result, dict), f"{name} was accepted"
         assert all(word in result["error"] for word in (*case[3], "another --kv-cache-dtype")), (name, result["error"])

@@ -32,12 +32,18 @@ def test_register_twice_and_use_the_dtype(version):
         "f = type(p).check_and_update_config.__func__\n"
         "inner = getattr(f, '_int4_asym_original', None)\n"
         "print('wrapped once', inner is not None and not hasattr(inner, '_int4_asym_original'))\n"
+        "p.register_triton_kernel_overrides(); p.register_triton_kernel_overrides()\n"
+        "from vllm.model_executor.model_loader import base_loader, tensorizer_loader, utils\n"
+        "from vllm.model_executor.model_loader.weight_cache import ipc_loader\n"
+        "builders = {m.initialize_model for m in (base_loader, tensorizer_loader, utils, ipc_loader)}\n"
+        "print('builders', [hasattr(b._int4_asym_original, '_int4_asym_original') for b in builders])\n"
         "from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype as to_dtype\n"
         "print(to_dtype('int4_asym', None))\n"
         "print(vllm.__version__)",
     )
     lines = out.splitlines()
-    assert lines[:-1] == ["unknown before", "int4_asym fp8", "still strict", "wrapped once True", "torch.uint8"]
+    assert lines[:-1] == ["unknown before", "int4_asym fp8", "still strict", "wrapped once True",
+                          "builders [False]", "torch.uint8"]  # fmt: skip
     assert lines[-1].startswith(version)
 
 

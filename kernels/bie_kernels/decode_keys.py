@@ -29,6 +29,7 @@ from bie_kernels.gluon_tiles import (
     PAGE,
     launch_dependents,
     page_ranges,
+    program_id_x,
     rows_layout,
     serves,
     window_page_of,
@@ -40,7 +41,7 @@ from bie_kernels.keys_tiles import MINIMA, STATS, one_row, scaled_columns, small
 from bie_kernels.keys_window import add_window_values, window_keys, window_values
 from bie_kernels.launches import Launches
 from bie_kernels.layout import PageLayout, window_page_tokens
-from bie_kernels.tiles import LOG2E, NEGATIVE, NEVER
+from bie_kernels.tiles import LOG2E, MASKED_SCORE, NEGATIVE, NEVER
 from bie_kernels.tuning import keys_tile, overlaps
 
 HEAD_SIZES = (64, 96, 128, 192, 256)
@@ -59,7 +60,7 @@ def _positions(row_0, computed, G: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def _item(p_plan, o_items, q_len: gl.constexpr):
     """This program's item: (request, first unit, end unit, seq_len, computed). Read anew where registers are short."""
-    p_item = p_plan + o_items + 4 * gl.program_id(0)
+    p_item = p_plan + o_items + 4 * program_id_x()
     seq_len = gl.load(p_item + 3)
     return gl.load(p_item), gl.load(p_item + 1), gl.load(p_item + 2), seq_len, seq_len - q_len
 
@@ -93,23 +94,23 @@ def _decode_rows(
     ring_km = gl.allocate_shared_memory(gl.int16, [STAGES, 8 * PARTS, HALF // 4], TABLE)
     ring_v = gl.allocate_shared_memory(gl.int16, [STAGES * (D // VB), 16 * VB], FLAT)
     ring_vs = gl.allocate_shared_memory(gl.int16, [STAGES, 64 * (4 if GROUPS == 3 else GROUPS)], FLAT)
-    ring_vm = gl.allocate_shared_memory(gl.int16, [STAGES, 8, 64], TABLE)
+    ring_vm = gl.allocate_shared_memory(gl.int16, [STAGES, 8 * 64], FLAT)
     ring_f = gl.allocate_shared_memory(gl.float32, [T, 8], FLAT)
+    ring_low = gl.allocate_shared_memory(gl.float32, [T, 8, 8], TABLE)
     ring_q = gl.allocate_shared_memory(gl.int16, [T, 8 * HALF * PARTS], FLAT)
     store_queries(ring_q, ring_f, p_q, row_0, i_r, i_h, s_qt, s_qh, log_scale, q_len, G, D, HALF, PARTS, T, False)
     # Row 4 of every stage's minima sums the probabilities; nothing else writes it.
     i_one = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, MINIMA)), 1)
     ones = gl.where(i_one == 4, 0x3C00, 0).to(gl.int16).broadcast_to([8, 64])
     for i in gl.static_range(STAGES):
-        ring_vm.index(i).store(ones)
+        ring_vm.index(i).reshape([8, 64]).store(ones)
 
     acc = ()
-    low = ()
     peak = ()
     for _ in gl.static_range(T * (D // VB)):
         acc = acc + (gl.full([VB, 8], 0.0, gl.float32, MMA),)
-    for _ in gl.static_range(T):
-        low = low + (gl.full([8, 8], 0.0, gl.float32, STATS),)
+    for i in gl.static_range(T):
+        ring_low.index(i).store(gl.full([8, 8], 0.0, gl.float32, STATS))
         peak = peak + (gl.full([8, 8], NEGATIVE, gl.float32, STATS),)
 
     # 1. INT4 for every query.
@@ -121,10 +122,10 @@ def _decode_rows(
             page = gl.minimum(first + i, last - 1)
             p_page = p_head + gl.load(p_table + page).to(gl.int64) * s_bb
             if first + i < last:
-                issue_keys(p_page, ring_k, ring_km, i, D, HALF, PARTS)
+                issue_keys(p_page, ring_k, ring_km, i, 0, D, HALF, PARTS)
             async_copy.commit_group()
             if first + i < last:
-                issue_values(p_page, ring_v, ring_vs, ring_vm, i, D, VB)
+                issue_values(p_page, ring_v, ring_vs, ring_vm, i, 0, D, VB)
             async_copy.commit_group()
         following = gl.load(p_table + gl.minimum(first + STAGES, last - 1)).to(gl.int64)
         stage = 0
@@ -132,19 +133,17 @@ def _decode_rows(
             p_next = p_head + following * s_bb
             following = gl.load(p_table + gl.minimum(page + STAGES + 1, last - 1)).to(gl.int64)
             async_copy.wait_group(2 * STAGES - 1)
-            scores, bias = page_scores(ring_q, ring_k, ring_km, stage, D, HALF, PARTS, T, LOAD)
+            scores, bias = page_scores(ring_q, ring_k, ring_km, stage, (), D, HALF, PARTS, T, LOAD)
             if page + STAGES < last:
-                issue_keys(p_next, ring_k, ring_km, stage, D, HALF, PARTS)
+                issue_keys(p_next, ring_k, ring_km, stage, 0, D, HALF, PARTS)
             async_copy.commit_group()
             weights, alpha, peak = softmax_tiles(
-                scores, bias, ring_f, log_scale, (), None, None, peak, T, PAGE, False, gl.float16, False
+                scores, bias, ring_f, log_scale, (), None, None, peak, T, PAGE, gl.float16, False
             )
             async_copy.wait_group(2 * STAGES - 1)
-            acc, low = add_page_values(
-                weights, alpha, acc, low, ring_v, ring_vs, ring_vm, stage, PAGE, D, T, VB, False
-            )
+            acc = add_page_values(weights, alpha, acc, ring_low, ring_v, ring_vs, ring_vm, stage, D, T, VB)
             if page + STAGES < last:
-                issue_values(p_next, ring_v, ring_vs, ring_vm, stage, D, VB)
+                issue_values(p_next, ring_v, ring_vs, ring_vm, stage, 0, D, VB)
             async_copy.commit_group()
             if STAGES > 1:
                 stage = gl.where(stage + 1 >= STAGES, 0, stage + 1)
@@ -165,22 +164,27 @@ def _decode_rows(
         pos = page * PAGE + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
         entry = gl.load(p_window_row + pos // WINDOW_PAGE, mask=pos < computed, other=0)
         held = (pos >= computed) | ((entry > 0) & ((pos < sink_tokens) | (pos >= computed - retained)))
-        block = gl.load(p_table + page).to(gl.int64)
+        block = gl.load(p_table + page)
+        zero = (block >> 30) * 2048  # the compiler cannot know: addresses are computed here, not kept from part 1
+        block = block.to(gl.int64)
         reaches = (page * PAGE + recent_tokens <= seq_len - 1) | (gl.min(held.to(gl.int32), 0) == 0)
         if reaches & (block > 0):
-            issue_keys(p_head + block * s_bb, ring_k, ring_km, 0, D, HALF, PARTS)
-            issue_values(p_head + block * s_bb, ring_v, ring_vs, ring_vm, 0, D, VB)
+            issue_keys(p_head + block * s_bb, ring_k, ring_km, 0, zero, D, HALF, PARTS)
+            issue_values(p_head + block * s_bb, ring_v, ring_vs, ring_vm, 0, zero, D, VB)
             async_copy.commit_group()
             # The first query that reads a token in INT4. Padded rows compute nonsense for themselves.
             least = pos + gl.where(held, gl.where(pos < sink_tokens, NEVER, recent_tokens), 0)
             async_copy.wait_group(0)
-            scores, bias = page_scores(ring_q, ring_k, ring_km, 0, D, HALF, PARTS, T, LOAD)
+            scores = ()  # masked before the products: no mask takes registers while keys are unpacked
+            for tile in gl.static_range(T):
+                reads = gl.expand_dims(q_pos[tile], 0) >= gl.expand_dims(least, 1)
+                scores = scores + (gl.where(reads, 0.0, MASKED_SCORE),)
+            scores, bias = page_scores(ring_q, ring_k, ring_km, 0, scores, D, HALF, PARTS, T, LOAD)
             weights, alpha, peak = softmax_tiles(
-                scores, bias, ring_f, log_scale, q_pos, None, least, peak, T, PAGE, True, gl.float16, False
+                scores, bias, ring_f, log_scale, (), None, None, peak, T, PAGE, gl.float16, False
             )
-            acc, low = add_page_values(
-                weights, alpha, acc, low, ring_v, ring_vs, ring_vm, 0, seq_len - page * PAGE, D, T, VB, True
-            )
+            # Whole pages only: recent_tokens is at least a page, so that every value was written.
+            acc = add_page_values(weights, alpha, acc, ring_low, ring_v, ring_vs, ring_vm, 0, D, T, VB)
 
     # 3. The 16-bit window, one window page a step, queries in their own dtype.
     i_r, u_first, u_last, seq_len, computed = _item(p_plan, o_items, q_len)
@@ -215,10 +219,9 @@ def _decode_rows(
                         s = mma_v2(keys[chunk], query_tile(ring_q, tile, chunk, dtype), s)
                     scores = scores + (s,)
                 weights, alpha, peak = softmax_tiles(
-                    scores, (), ring_f, log_scale, q_pos, pos, bound, peak, T, 16, True, dtype, True
+                    scores, (), ring_f, log_scale, q_pos, pos, bound, peak, T, 16, dtype, True
                 )
                 new_acc = ()
-                new_low = ()
                 for block in gl.static_range(D // VB):
                     parts = ()
                     for i in gl.static_range(VB // 16):
@@ -227,17 +230,18 @@ def _decode_rows(
                         x = scaled_columns(acc[block * T + tile], alpha[tile], VB)
                         new_acc = new_acc + (add_window_values(parts, weights[tile], x, VB),)
                 for tile in gl.static_range(T):
-                    new_low = new_low + (small_mma(w_ones, weights[tile], low[tile] * alpha[tile]),)
+                    low = ring_low.index(tile)
+                    low.store(small_mma(w_ones, weights[tile], low.load(STATS) * alpha[tile]))
                 acc = new_acc
-                low = new_low
 
     for tile in gl.static_range(T):
+        low = ring_low.index(tile).load(STATS)
         minima = ()
         for group in gl.static_range(GROUPS):
-            minimum = gl.convert_layout(one_row(low[tile], group), gl.SliceLayout(0, MMA))
+            minimum = gl.convert_layout(one_row(low, group), gl.SliceLayout(0, MMA))
             minima = minima + (gl.expand_dims(minimum, 0),)
         top = gl.max(peak[tile], 0)
-        total = one_row(low[tile], 4)
+        total = one_row(low, 4)
         i_s = row_0 + 8 * tile + gl.arange(0, 8, layout=gl.SliceLayout(0, STATS))
         at_s = (i_item.to(gl.int64) * H + i_h) * ROWS + i_s
         gl.store(p_peak + at_s, top, mask=i_s < ROWS)
@@ -264,7 +268,9 @@ def decode_keys_kernel(
     """One program: one item, one KV head, T tiles of 8 rows; LAST tiles in the last program of an item."""
     if PDL:  # the merge may set up while this runs
         launch_dependents()
-    row_0 = gl.program_id(2) * (8 * T)
+    row_0 = 0
+    if G * q_len > 8 * T:  # known when compiling: a row_0 of 0 takes no register
+        row_0 = gl.program_id(2) * (8 * T)
     if gl.load(p_plan + o_items + 4 * gl.program_id(0)) < 0:  # fewer items than the budget
         return
     if LAST == T or row_0 + 8 * T < G * q_len:

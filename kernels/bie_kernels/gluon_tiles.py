@@ -72,6 +72,12 @@ def launch_dependents():
 
 
 @gluon.jit
+def program_id_x():
+    """As `gl.program_id(0)`, read at the place of the call: what follows from it takes no register before."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def window_page_of(u, window_sinks, window_start):
     """Window page of unit u: the sinks' first, then the recent ones."""
     return gl.where(u < window_sinks, u, u - window_sinks + window_start)

@@ -16,7 +16,6 @@ from bie_kernels.gluon_tiles import (
     copy_async,
     rows_layout,
     slots_to_tokens,
-    token_of_slot,
     value_tile,
 )
 from bie_kernels.keys_queries import query_tile
@@ -25,7 +24,6 @@ from bie_kernels.keys_tiles import (
     MINIMA,
     STATS,
     key_operand,
-    meta_chunks,
     over_blocks,
     row_blocks,
     scaled_columns,
@@ -41,9 +39,9 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def issue_keys(p_page, ring_k, ring_km, stage, D: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr):
+def issue_keys(p_page, ring_k, ring_km, stage, zero, D: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr):
     """Start the copy of a page's key codes and metadata: PARTS parts of HALF channels, the last one padded."""
-    i = gl.arange(0, 16 * HALF, layout=CHUNKS)
+    i = gl.arange(0, 16 * HALF, layout=CHUNKS) + zero
     for part in gl.static_range(PARTS):
         column = part * (HALF // 4) + i % (HALF // 4)
         p_codes = p_page + (i // (HALF // 4)) * (D // 4) + column
@@ -51,37 +49,34 @@ def issue_keys(p_page, ring_k, ring_km, stage, D: gl.constexpr, HALF: gl.constex
             copy_async(ring_k.index(stage * PARTS + part), p_codes)
         else:
             copy_async(ring_k.index(stage * PARTS + part), p_codes, column < D // 4)
-    META: gl.constexpr = meta_chunks(HALF // 4)
-    row = gl.expand_dims(gl.arange(0, 8 * PARTS, layout=gl.SliceLayout(1, META)), 1)
-    channel = (row % (4 * PARTS)) * (HALF // 4) + gl.expand_dims(
-        gl.arange(0, HALF // 4, layout=gl.SliceLayout(0, META)), 0
-    )
+    # The table of the metadata is flat, too: 8 * PARTS rows of HALF // 4 channels.
+    i_m = gl.arange(0, 2 * HALF * PARTS, layout=CHUNKS) + zero
+    row = i_m // (HALF // 4)
+    channel = (row % (4 * PARTS)) * (HALF // 4) + i_m % (HALF // 4)
     p_meta = p_page + 32 * D + (row // (4 * PARTS)) * D + channel
+    table = ring_km.index(stage).reshape([2 * HALF * PARTS])
     if D == HALF * PARTS:
-        copy_async(ring_km.index(stage), p_meta)
+        copy_async(table, p_meta)
     else:
-        copy_async(ring_km.index(stage), p_meta, channel < D)
+        copy_async(table, p_meta, channel < D)
 
 
 @gluon.jit
-def issue_values(p_page, ring_v, ring_vs, ring_vm, stage, D: gl.constexpr, VB: gl.constexpr):
+def issue_values(p_page, ring_v, ring_vs, ring_vm, stage, zero, D: gl.constexpr, VB: gl.constexpr):
     """Start the copy of a page's value codes, VB channels at a time, and metadata."""
-    i = gl.arange(0, 16 * VB, layout=CHUNKS)
+    i = gl.arange(0, 16 * VB, layout=CHUNKS) + zero
     for block in gl.static_range(D // VB):
         copy_async(ring_v.index(stage * (D // VB) + block), p_page + 16 * D + block * (16 * VB) + i)
     GROUPS: gl.constexpr = (D + 63) // 64
-    META: gl.constexpr = meta_chunks(64)
     PADDED: gl.constexpr = ring_vs.shape[1] // 64
-    i_s = gl.arange(0, 64 * PADDED, layout=CHUNKS)
-    i_m = 64 * gl.expand_dims(gl.arange(0, PADDED, layout=gl.SliceLayout(1, META)), 1)
-    i_m = i_m + gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, META)), 0)
-    minima = ring_vm.index(stage).slice(0, PADDED, 0)
+    i_s = gl.arange(0, 64 * PADDED, layout=CHUNKS) + zero
+    minima = ring_vm.index(stage).slice(0, 64 * PADDED)
     if GROUPS == PADDED:
         copy_async(ring_vs.index(stage), p_page + 34 * D + i_s)
-        copy_async(minima, p_page + 34 * D + 64 * GROUPS + i_m)
+        copy_async(minima, p_page + 34 * D + 64 * GROUPS + i_s)
     else:
         copy_async(ring_vs.index(stage), p_page + 34 * D + i_s, i_s < 64 * GROUPS)
-        copy_async(minima, p_page + 34 * D + 64 * GROUPS + i_m, i_m < 64 * GROUPS)
+        copy_async(minima, p_page + 34 * D + 64 * GROUPS + i_s, i_s < 64 * GROUPS)
 
 
 @gluon.jit
@@ -94,14 +89,18 @@ def _key_meta(ring_km, stage, row: gl.constexpr, chunk: gl.constexpr):
 
 @gluon.jit
 def page_scores(
-    ring_q, ring_k, ring_km, stage,
+    ring_q, ring_k, ring_km, stage, start,
     D: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr, T: gl.constexpr, LOAD: gl.constexpr,
 ):  # fmt: skip
-    """Products of the codes with the scaled queries, T of [64 keys, 8 rows], and what the minima add, T of [8, 8]."""
-    scores = ()
+    """Products of the codes with the scaled queries, T of [64 keys, 8 rows], and what the minima add, T of [8, 8].
+
+    start: what the products are added to, or () for 0.
+    """
+    scores = start
     bias = ()
     for _ in gl.static_range(T):
-        scores = scores + (gl.full([PAGE, 8], 0.0, gl.float32, MMA),)
+        if len(start) == 0:
+            scores = scores + (gl.full([PAGE, 8], 0.0, gl.float32, MMA),)
         bias = bias + (gl.full([8, 8], 0.0, gl.float32, STATS),)
     WORDS: gl.constexpr = HALF // 32
     for part in gl.static_range(PARTS):
@@ -132,15 +131,13 @@ def page_scores(
 
 @gluon.jit
 def add_page_values(
-    weights, alpha, acc, low, ring_v, ring_vs, ring_vm, stage, tokens,
-    D: gl.constexpr, T: gl.constexpr, VB: gl.constexpr, MASKED: gl.constexpr,
+    weights, alpha, acc, ring_low, ring_v, ring_vs, ring_vm, stage, D: gl.constexpr, T: gl.constexpr, VB: gl.constexpr,
 ):  # fmt: skip
     """acc = acc * alpha + codes.(p * scale); acc is D // VB blocks of T tiles.
 
     low = low * alpha + p times the minima of the groups (rows 0 to 3) and ones (row 4).
     """
     new_acc = ()
-    new_low = ()
     scaled = weights
     for block in gl.static_range(D // VB):
         if T > 1 and block > 0:  # as for the keys
@@ -148,8 +145,6 @@ def add_page_values(
         if (block * VB) % 64 == 0:
             scale = ring_vs.index(stage).slice(block * VB, 64).load(TOKEN_META)
             scale = scale.to(gl.float16, bitcast=True)
-            if MASKED:  # unwritten values: 0 * NaN is NaN
-                scale = gl.where(token_of_slot(gl.arange(0, 64, layout=TOKEN_META)) < tokens, scale, 0.0).to(gl.float16)
             scale = gl.expand_dims(slots_to_tokens(scale, gl.SliceLayout(1, OPERAND_B)), 1)
             scaled = ()
             for tile in gl.static_range(T):
@@ -157,15 +152,13 @@ def add_page_values(
         values = value_tile(ring_v.index(stage * (D // VB) + block).load(CHUNKS), VB)
         for tile in gl.static_range(T):
             new_acc = new_acc + (mma_v2(values, scaled[tile], scaled_columns(acc[block * T + tile], alpha[tile], VB)),)
-    minima = ring_vm.index(stage).load(MINIMA).to(gl.float16, bitcast=True)
-    if MASKED:
-        written = token_of_slot(gl.arange(0, 64, layout=gl.SliceLayout(0, MINIMA))) < tokens
-        minima = gl.where(gl.expand_dims(written, 0), minima, 0.0).to(gl.float16)
+    minima = ring_vm.index(stage).reshape([8, 64]).load(MINIMA).to(gl.float16, bitcast=True)
     minima = gl.permute(gl.reshape(minima, [8, 4, 4, 2, 2]), [0, 2, 3, 1, 4])  # row, t, x, i1, e
     minima = gl.convert_layout(gl.reshape(minima, [8, PAGE]), rows_layout(8, PAGE), assert_trivial=True)
     for tile in gl.static_range(T):
-        new_low = new_low + (small_mma(minima, weights[tile], low[tile] * alpha[tile]),)
-    return new_acc, new_low
+        low = ring_low.index(tile)
+        low.store(small_mma(minima, weights[tile], low.load(STATS) * alpha[tile]))
+    return new_acc
 
 
 @gluon.jit
@@ -187,12 +180,12 @@ def _softmax(s, factor, bias, mask, peak, N: gl.constexpr, MASKED: gl.constexpr)
 
 @gluon.jit
 def softmax_tiles(
-    scores, bias, ring_f, log_scale, q_pos, pos, bound, peak, T: gl.constexpr, N: gl.constexpr, MASKED: gl.constexpr,
-    dtype: gl.constexpr, WINDOW: gl.constexpr,
+    scores, bias, ring_f, log_scale, q_pos, pos, bound, peak,
+    T: gl.constexpr, N: gl.constexpr, dtype: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """`_softmax` of every tile: (B operands, alphas, peaks).
 
-    A key counts for queries from position `bound` on (MASKED), or at a distance from 0 to below `bound` (WINDOW).
+    WINDOW: a key counts for queries at a distance from 0 to below `bound`, and the scores are plain products.
     """
     weights = ()
     alphas = ()
@@ -201,15 +194,12 @@ def softmax_tiles(
         mask = None
         if WINDOW:
             mask = (gl.expand_dims(q_pos[tile], 0) - gl.expand_dims(pos, 1)).to(gl.uint32) < gl.expand_dims(bound, 1)
-        elif MASKED:
-            mask = gl.expand_dims(q_pos[tile], 0) >= gl.expand_dims(bound, 1)
-        if WINDOW:
             factor = gl.full([8, 8], 1.0, gl.float32, STATS) * log_scale
             shift = gl.full([8, 8], 0.0, gl.float32, STATS)
         else:
             factor = gl.expand_dims(ring_f.index(tile).load(gl.SliceLayout(0, STATS)), 0).broadcast_to([8, 8])
             shift = bias[tile]
-        p, alpha, top = _softmax(scores[tile], factor, shift, mask, peak[tile], N, MASKED)
+        p, alpha, top = _softmax(scores[tile], factor, shift, mask, peak[tile], N, WINDOW)
         weights = weights + (weight_operand(p.to(dtype), N),)
         alphas = alphas + (alpha,)
         peaks = peaks + (top,)

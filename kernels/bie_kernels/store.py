@@ -30,6 +30,9 @@ _PAGE = tl.constexpr(PAGE_TOKENS)
 FEW_TOKENS = 256
 """Up to here one program stores one token of one head, for latency; beyond, eight."""
 
+SHORT_QUERY = PAGE_TOKENS // 4
+"""Up to here a step counts as decode, which a CUDA graph launches; beyond, as prefill."""
+
 HOST_BOUND_TOKENS = 1024
 """Prefill steps up to here are over before the host has launched them: one launch, whatever the device prefers."""
 
@@ -432,7 +435,7 @@ def store_and_seal(
         _check_requests(*requests, retained, sink_tokens, max_query_len)
     programs = (k.shape[0] + seq_lens.shape[0] * cdiv(max_query_len, PAGE_TOKENS)) * body.shape[1]
     small = k.shape[0] <= FEW_TOKENS and programs <= 2 * multiprocessors(k.device)
-    hurried = max_query_len > PAGE_TOKENS // 4 and k.shape[0] <= HOST_BOUND_TOKENS
+    hurried = max_query_len > SHORT_QUERY and k.shape[0] <= HOST_BOUND_TOKENS
     numbers = {"sink_tokens": sink_tokens, "max_query_len": max_query_len}
     if sealing and (small or hurried):
         _write(k, v, body, window, body_slots, window_slots, *requests, layout, **numbers)

@@ -31,6 +31,13 @@ NEVER = tl.constexpr(1 << 30)
 NEGATIVE = tl.constexpr(-1.0e30)
 """Stands for minus infinity: finite, so that a row without keys makes no NaN."""
 
+MASKED_SCORE = tl.constexpr(-3.0e38)
+"""Where the products of a masked key start: times a factor of 1e-7 or more it stays below NEGATIVE.
+
+With smaller factors (queries that are almost zero) a page without any readable key counts with a
+peak that is far below every other page's, which takes it back.
+"""
+
 WINDOW_WEIGHT = tl.constexpr(2)
 """Units of a window page: as many bytes as a body page, but read without a pipeline."""
 

@@ -168,12 +168,12 @@ def decode_tile(rows: int, device: torch.device) -> DecodeTile:
 
 # -- decode_keys --------------------------------------------------------------
 def keys_shared(head_size: int, tiles: int, stages: int) -> int:
-    """Bytes of shared memory of a `decode_keys` program: `stages` pages and the queries of `tiles` x 8 rows."""
+    """Bytes of shared memory of a `decode_keys` program: `stages` pages, queries and sums of `tiles` x 8 rows."""
     half = 64 if head_size <= 64 else 128
     parts = cdiv(head_size, half)
     meta_rows = 4 if head_size > 128 else cdiv(head_size, 64)  # scales of the values' groups, 3 are kept as 4
     page = parts * (16 * half + 2 * half) + 16 * head_size + 64 * meta_rows + 8 * 64  # halfwords
-    return 2 * stages * page + tiles * (2 * 8 * half * parts + 4 * 8)
+    return 2 * stages * page + tiles * (2 * 8 * half * parts + 4 * 8 + 4 * 64)
 
 
 @dataclass(frozen=True)
