@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 from kernel_cases import DEVICE, LENGTHS, LONG, guard_memory, make_batch, worst_error  # noqa: E402
 
-from bie_kernels import prefill  # noqa: E402
+from bie_kernels import prefill, tuning  # noqa: E402
 from bie_kernels.layout import PageLayout  # noqa: E402
 
 
@@ -77,6 +77,11 @@ def test_head_sizes(layout: PageLayout) -> None:
 )
 def test_head_dim_axis(layout: PageLayout) -> None:
     check([(0, 70), (100, 90)], layout, recent_tokens=16, offset=1.0, heads=1)
+
+
+def test_fewer_rows_for_cards_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "prefill_tile", lambda layout, device: tuning.PrefillTile(16, 4, 1, 2))
+    check([(0, 20), (190, 9)], PageLayout(64, key_axis="head_dim"), offset=1.0, heads=1)
 
 
 @pytest.mark.parametrize("group", [1, 7, 16])

@@ -14,6 +14,11 @@ from bie_kernels.layout import PageLayout
 SIZES, ROWS, CPU = (64, 96, 128, 192, 256), (1, 4, 8, 9, 16, 24, 25, 48, 112, 256), torch.device("cpu")
 
 
+def _forget() -> None:
+    for cached in (tuning._keys_tile, tuning._prefill_tile, tuning.family, gluon_tiles.serves):
+        cached.cache_clear()
+
+
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch):
     """A card with so many KiB for a program: `card(kib)`."""
@@ -23,13 +28,10 @@ def card(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setitem(tuning.CHOICES, (99, 0), chosen)
         for module in (tuning, gluon_tiles):
             monkeypatch.setattr(module, "capability", lambda device: (99, 0))
-        tuning._keys_tile.cache_clear()
-        tuning.family.cache_clear()
-        gluon_tiles.serves.cache_clear()
+        _forget()
 
     yield make
-    for cached in (tuning._keys_tile, tuning.family, gluon_tiles.serves):
-        cached.cache_clear()
+    _forget()
 
 
 def test_the_choices_of_every_family_fit_it() -> None:
@@ -87,6 +89,20 @@ def test_what_does_not_fit_at_all_is_refused(card, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match="shared memory of this card at head size 128"):
         tuning.keys_tile(24, 128, CPU)
     assert plan.item_budget(1, 1, 24, 128, CPU) == 8 * tuning.INTERPRETED_SMS
+
+
+def test_prefill_takes_fewer_rows_where_shared_memory_is_short(card) -> None:  # noqa: ANN001
+    """What the builds take: 192, 112 and 72 KiB with 64, 32 and 16 rows at 256 channels."""
+    wide = PageLayout(256, key_axis="head_dim")
+    for kib, rows in ((227, 64), (163, 32), (99, 16)):
+        card(kib)
+        assert tuning.prefill_tile(wide, CPU) == tuning.PrefillTile(rows, 4, 1, 2)
+        assert tuning.prefill_tile(PageLayout(256), CPU).rows == 64
+        assert tuning.prefill_tile(PageLayout(128, key_axis="head_dim"), CPU).rows == 64
+    assert tuning.prefill_tile(PageLayout(192, key_axis="head_dim"), CPU).rows == 32
+    assert tuning.prefill_tile(PageLayout(192, group_size=32, key_axis="head_dim"), CPU).rows == 16
+    with pytest.raises(ValueError, match="group_size=32 needs 105 KiB .* this card has 99; use key_axis='channel'"):
+        tuning.prefill_tile(PageLayout(256, group_size=32, key_axis="head_dim"), CPU)
 
 
 @pytest.mark.parametrize(

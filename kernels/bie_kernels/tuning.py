@@ -2,7 +2,8 @@
 """Choices per card family, kept as data: programs per multiprocessor, tile sizes, warps, pipeline stages.
 
 What `decode_keys` takes of shared memory is known before it is compiled, so its choices are pruned by what
-the card has: fewer pages in the ring, then fewer programs a multiprocessor, then fewer rows.
+the card has: fewer pages in the ring, then fewer programs a multiprocessor, then fewer rows. So are those of the
+fused prefill on the `head_dim` axis, the other kernel that asks too much of a small card.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from bie_kernels.layout import PageLayout
+from bie_kernels.layout import PAGE_TOKENS, PageLayout
 
 Card: TypeAlias = tuple[int, int]
 """A compute capability; (0, 0) where there is no card."""
@@ -139,6 +140,7 @@ def use(card: Card, chosen: Choices) -> None:
     """Replace the choices of a family: for tuning scripts and tests."""
     CHOICES[family(card)] = chosen
     _keys_tile.cache_clear()
+    _prefill_tile.cache_clear()
 
 
 def overlaps(device: torch.device) -> bool:
@@ -253,10 +255,40 @@ class PrefillTile:
     per_sm: int
 
 
-def prefill_tile(layout: PageLayout, device: torch.device) -> PrefillTile:
-    """Tile of the prefill kernel."""
-    chosen = choices(device)
+def prefill_shared(layout: PageLayout, rows: int) -> int:
+    """Bytes of shared memory that a prefill program takes at most.
+
+    Keys of a page, and on the `head_dim` axis the queries as they are and scaled for every group of channels. On the
+    channel axis it never takes more than 128 KiB where a card has 227, and 97 elsewhere: not reckoned.
+    """
+    if layout.key_axis == "channel":
+        return 0
+    channels = max(32, power_of_2(layout.head_size))
+    return 2 * channels * (PAGE_TOKENS + rows * (1 + layout.k_groups)) + 256
+
+
+@lru_cache(maxsize=256)
+def _prefill_tile(card: Card, layout: PageLayout) -> PrefillTile:
+    chosen, shared = CHOICES[family(card)], SHARED_MEMORY[family(card)]
+    rows, warps, stages = chosen.prefill_rows, chosen.prefill_warps, chosen.prefill_stages
     if layout.group_size == 32:
         # Triton 3.6 miscompiles the wgmma products of 32 channels: two warps take mma.sync.
-        return PrefillTile(32, 2, 1, chosen.prefill_programs_per_sm)
-    return PrefillTile(chosen.prefill_rows, chosen.prefill_warps, chosen.prefill_stages, chosen.prefill_programs_per_sm)
+        rows, warps, stages = 32, 2, 1
+    while (need := prefill_shared(layout, rows)) > shared * 1024:
+        if rows <= 16:
+            raise ValueError(
+                f"key_axis='head_dim' with head size {layout.head_size} and group_size={layout.group_size} needs "
+                f"{cdiv(need, 1024)} KiB of shared memory to prefill, this card has {shared}; "
+                "use key_axis='channel' or group_size=64"
+            )
+        rows //= 2
+    return PrefillTile(rows, warps, stages, chosen.prefill_programs_per_sm)
+
+
+def prefill_tile(layout: PageLayout, device: torch.device) -> PrefillTile:
+    """Tile of the prefill kernel, with as many rows as the shared memory of `device` holds.
+
+    Raises:
+        ValueError: it does not hold 16.
+    """
+    return _prefill_tile(capability(device), layout)
