@@ -104,9 +104,9 @@ def greedy(n: int = 32, top: int = 5, **kwargs) -> dict:
 
 
 def generate(prompts: list[list[int]], **kwargs) -> dict:
-    """A generate step."""
-    one_by_one = kwargs.pop("one_by_one", False)
-    return {"do": "generate", "prompts": prompts, "sampling": greedy(**kwargs), "one_by_one": one_by_one}
+    """A generate step; `salts` (one per prompt, None for none) separate prompts in the prefix cache."""
+    options = {key: kwargs.pop(key, None) for key in ("one_by_one", "salts")}
+    return {"do": "generate", "prompts": prompts, "sampling": greedy(**kwargs), **options}
 
 
 def tokens(n: int, seed: int = 0, vocab: int = 512) -> list[int]:

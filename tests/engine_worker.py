@@ -149,7 +149,11 @@ def _run_step(llm, step: dict):  # noqa: ANN001, ANN202
     match step["do"]:
         case "generate":
             sampling = SamplingParams(**step["sampling"])
-            prompts = [{"prompt_token_ids": ids} for ids in step["prompts"]]
+            salts = step.get("salts") or [None] * len(step["prompts"])
+            prompts = [
+                {"prompt_token_ids": ids, **({"cache_salt": salt} if salt else {})}
+                for ids, salt in zip(step["prompts"], salts, strict=True)
+            ]
             batches = [[p] for p in prompts] if step.get("one_by_one") else [prompts]
             return [result_of(o) for batch in batches for o in llm.generate(batch, sampling, use_tqdm=False)]
         case "staggered":

@@ -186,14 +186,6 @@ def test_preempted_requests_resume_from_the_cache(model_64):
     assert_same(ample[0], tight[0], shared=0.8)
 
 
-def test_reset_prefix_cache(model_64):
-    prompt = tokens(300, seed=1)
-    (steps,) = run_engines(
-        [{"llm": cached(model_64, "relaxed"), "steps": [generate([prompt]), RESET, generate([prompt])]}]
-    )
-    assert steps[1] is True and steps[2][0]["cached"] == 0
-
-
 PREFIX = tokens(330, seed=1)
 SUFFIXES = (0, 1, 53, 54, 55, 118, 200)  # around the ends of pages: 383, 384, 385, 448 tokens
 SHARERS = [PREFIX + tokens(n, seed=10 + n) for n in SUFFIXES]
