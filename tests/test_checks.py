@@ -347,7 +347,11 @@ def test_the_log_says_that_nothing_is_quantised(monkeypatch, caplog):
 
     from bie_vllm_plugin import vllm_compat
 
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    logger = vllm_compat.logger  # whatever others of this process made of vLLM's logging
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "disabled", False)
+    caplog.set_level(logging.WARNING, logger=logger.name)
     config = config_with(built(dtype="auto", window=64), skip=["sliding_window"])
     config.cache_config.cache_dtype, config.parallel_config = "int4_asym", Namespace(pipeline_parallel_size=1)
     seen = []
