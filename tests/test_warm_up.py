@@ -61,7 +61,9 @@ def test_random_engines(seed: int) -> None:
         assert row["missing"] == {}, row["engine"]
 
 
-@pytest.mark.parametrize(("axis", "slices"), [("channel", False), ("head_dim", True)])
+@pytest.mark.parametrize(
+    ("axis", "slices"), [("channel", False), pytest.param("head_dim", True, marks=pytest.mark.slow)]
+)
 def test_it_writes_no_page(axis: str, slices: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches full of NaN stay as they are; all but slices, which read the null page, keep within their tensors."""
     if not slices:

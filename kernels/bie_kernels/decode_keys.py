@@ -304,7 +304,7 @@ def launch(
     """As `decode._launch`; shapes are checked by `decode.decode`."""
     del soft_cap
     budget, heads, rows, _ = acc.shape
-    tile = keys_tile(rows, layout.head_size)
+    tile = keys_tile(rows, layout.head_size, q.device)
     registers = choices(q.device).keys_registers
     launch_decode_keys[(budget, heads, tile.programs)](
         q, body.view(torch.int16), window, body_table, window_table, plan, acc, peak, total,
