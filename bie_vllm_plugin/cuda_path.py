@@ -235,9 +235,12 @@ def workspace_bytes(
     """
     requests = vllm_config.scheduler_config.max_num_seqs
     size = max(
-        decode.workspace_bytes(
-            requests, layer.num_heads, layer.head_size_v, min(q_tokens, MAX_VERIFY_TOKENS),
-            kv_heads=layer.num_kv_heads,
+        max(
+            decode.workspace_bytes(
+                requests, layer.num_heads, layer.head_size_v, min(q_tokens, MAX_VERIFY_TOKENS),
+                kv_heads=layer.num_kv_heads,
+            ),
+            prefill.workspace_bytes(layer.head_size_v),
         )
         for layer in layers
     )  # fmt: skip
@@ -308,7 +311,7 @@ def forward(
     if (part := step.fused) is not None:
         prefill.prefill(
             part.of(query), part.of(key), part.of(value), body, window, part.body_table, part.window_table,
-            part.starts, part.seq_lens, part.of(output), layout, **numbers,
+            part.starts, part.seq_lens, part.of(output), workspace, layout, **numbers,
         )  # fmt: skip
     if (part := step.flash) is not None:
         assert limits is not None and step.plan is not None

@@ -85,7 +85,7 @@ def warm_up(
             k, v, body, window, nowhere, nowhere, *tables, starts, lens, layout, sink_tokens=rule.sink_tokens,
             retained=rule.retained_tokens, max_query_len=cdiv(n, r),
         )  # fmt: skip
-        prefill.prefill(q, k, v, body, window, *tables, starts, lens, out, layout, **numbers)
+        prefill.prefill(q, k, v, body, window, *tables, starts, lens, out, workspace, layout, **numbers)
     if limits is not None:
         _warm_up_flash(layer, body, window, layout, workspace, limits, dtype, numbers)
 

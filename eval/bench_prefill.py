@@ -71,7 +71,9 @@ class Step:
         return (self.pool.body, self.pool.window, self.body_table, self.window_table, self.starts, self.lens)
 
     def fused(self) -> None:
-        prefill.prefill(self.q, self.k, self.v, *self._caches(), self.outs["fused"], self.layout, **self.numbers)
+        prefill.prefill(
+            self.q, self.k, self.v, *self._caches(), self.outs["fused"], self.workspace, self.layout, **self.numbers
+        )
 
     def slices(self) -> None:
         prefill_flash.prefill(
@@ -105,14 +107,14 @@ def gate(dtype: torch.dtype, flash: prefill_flash.Flash | None) -> dict[str, flo
     inputs = (q.to(DEVICE), batch.k, batch.v, body, window, batch.body_table, batch.window_table,
               batch.query_start_loc, batch.seq_lens)  # fmt: skip
     out = torch.full_like(inputs[0], float("nan"))
-    prefill.prefill(*inputs, out, layout, **numbers)
+    workspace = torch.full((1 << 27,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    prefill.prefill(*inputs, out, workspace, layout, **numbers)
     errors = {"fused": relative_error(out, want)}
     if flash is not None:
         plan = flash_plan.plan_flash(
             batch.query_start_loc.tolist(), batch.seq_lens.tolist(), recent_tokens=RECENT, slice_tokens=2048
         ).to(torch.device(DEVICE))
         out.fill_(float("nan"))
-        workspace = torch.full((1 << 27,), 0xFF, dtype=torch.uint8, device=DEVICE)
         prefill_flash.prefill(*inputs, out, workspace, layout, plan, flash, **numbers)
         errors["slices"] = relative_error(out, want)
     return errors

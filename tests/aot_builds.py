@@ -144,7 +144,7 @@ def calls(layout: PageLayout, dtype: torch.dtype, group: int, q_len: int, fast: 
             q, body, window, body_table, window_table, lens, out, workspace, layout, q_len=q_len, fast=fast, **attention
         ),
         "prefill": lambda: prefill.prefill(
-            q, k, v, body, window, body_table, window_table, starts, lens, out, layout, **attention
+            q, k, v, body, window, body_table, window_table, starts, lens, out, workspace, layout, **attention
         ),
     }  # fmt: skip
 

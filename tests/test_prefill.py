@@ -34,9 +34,10 @@ def check(
     q = torch.randn(tokens, q_heads, layout.head_size, generator=torch.Generator().manual_seed(1)) * q_scale
     q = q.to(dtype)
     out = torch.full((tokens, q_heads, layout.v_size), 7.0, dtype=dtype, device=DEVICE)
+    work = torch.full((prefill.workspace_bytes(layout.v_size, device=DEVICE) // 4,), float("nan"), device=DEVICE)
     prefill.prefill(
         q.to(DEVICE), b.k, b.v, body.to(DEVICE), window.to(DEVICE), b.body_table, b.window_table, b.query_start_loc,
-        b.seq_lens, out, layout, scale=layout.head_size**-0.5, sink_tokens=b.sink_tokens,
+        b.seq_lens, out, work, layout, scale=layout.head_size**-0.5, sink_tokens=b.sink_tokens,
         recent_tokens=b.recent_tokens, retained=b.retained, soft_cap=soft_cap,
     )  # fmt: skip
     real = sum(n for _, n in lengths)

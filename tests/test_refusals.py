@@ -84,7 +84,10 @@ def _cases() -> dict[str, Case]:
         "merge of splits": (
             lambda **x: merge.merge(None, **x, requests=2, q_len=2, splits=3), parts | {"out": steps["out"]}
         ),
-        "prefill": (lambda **x: prefill.prefill(**x, **attend), prefilled),
+        "prefill": (
+            lambda **x: prefill.prefill(**x, **attend),
+            prefilled | {"workspace": bytes_(prefill.workspace_bytes(64, device=DEVICE))},
+        ),
         "flash": (
             lambda **x: prefill_flash.prefill(**x, plan=cut, flash=_flash, **attend),
             prefilled | {"workspace": bytes_(flash_plan.workspace_bytes(1024, 90, HEADS * GROUP, HEADS, LAYOUT, 2))},
@@ -104,7 +107,7 @@ CASES = _cases()
 def _spoilt(launcher: str, name: str, x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """(what is wrong, tensor)."""
     flat = name == "workspace"
-    if launcher not in ("decode", "plan_for") or not flat:  # memory of any dtype
+    if launcher not in ("decode", "plan_for", "prefill") or not flat:  # memory of any dtype
         yield "dtype", x.to({torch.int32: torch.int64, torch.int64: torch.int32}.get(x.dtype, torch.float64))
     if x.dtype == torch.float16 and not launcher.startswith("merge"):
         yield "other 16-bit dtype", x.bfloat16()

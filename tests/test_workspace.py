@@ -100,7 +100,7 @@ class Worker:
         numbers = {
             "scale": 1.0, "sink_tokens": 8, "recent_tokens": self.recent, "retained": self.rule.retained_tokens
         }  # fmt: skip
-        prefill.prefill(q, k, v, *self.caches(len(lengths)), *common, self.layout, **numbers)
+        prefill.prefill(q, k, v, *self.caches(len(lengths)), *common, self.workspace, self.layout, **numbers)
         if self.limits is None:
             return
         cut = flash_plan.plan_flash(

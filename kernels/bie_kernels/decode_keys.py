@@ -32,11 +32,12 @@ from bie_kernels.gluon_tiles import (
     program_id_x,
     rows_layout,
     serves,
+    wait_for_predecessor,
     window_page_of,
     window_range,
 )
-from bie_kernels.keys_pages import add_page_values, issue_keys, issue_values, page_scores, softmax_tiles
-from bie_kernels.keys_queries import query_tile, store_queries
+from bie_kernels.keys_pages import add_page_values, barrier, issue_keys, issue_values, page_scores, softmax_tiles
+from bie_kernels.keys_queries import load_queries, query_tile, store_queries
 from bie_kernels.keys_tiles import MINIMA, STATS, one_row, scaled_columns, small_mma
 from bie_kernels.keys_window import add_window_values, window_keys, window_values
 from bie_kernels.launches import Launches
@@ -98,25 +99,19 @@ def _decode_rows(
     ring_f = gl.allocate_shared_memory(gl.float32, [T, 8], FLAT)
     ring_low = gl.allocate_shared_memory(gl.float32, [T, 8, 8], TABLE)
     ring_q = gl.allocate_shared_memory(gl.int16, [T, 8 * HALF * PARTS], FLAT)
-    store_queries(ring_q, ring_f, p_q, row_0, i_r, i_h, s_qt, s_qh, log_scale, q_len, G, D, HALF, PARTS, T, False)
     # Row 4 of every stage's minima sums the probabilities; nothing else writes it.
     i_one = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, MINIMA)), 1)
     ones = gl.where(i_one == 4, 0x3C00, 0).to(gl.int16).broadcast_to([8, 64])
     for i in gl.static_range(STAGES):
         ring_vm.index(i).reshape([8, 64]).store(ones)
-
-    acc = ()
-    peak = ()
-    for _ in gl.static_range(T * (D // VB)):
-        acc = acc + (gl.full([VB, 8], 0.0, gl.float32, MMA),)
-    for i in gl.static_range(T):
-        ring_low.index(i).store(gl.full([8, 8], 0.0, gl.float32, STATS))
-        peak = peak + (gl.full([8, 8], NEGATIVE, gl.float32, STATS),)
+    barrier()  # before copies write the other rows
 
     # 1. INT4 for every query.
     body = body_end - sink_end
     first = sink_end + gl.minimum(u_first, body)
     last = sink_end + gl.minimum(u_last, body)
+    # What waits for memory goes first: queries and pages are under way together.
+    queries = load_queries(p_q, row_0, i_r, i_h, s_qt, s_qh, q_len, G, D, HALF, PARTS, T, False)
     if first < last:
         for i in gl.static_range(STAGES):
             page = gl.minimum(first + i, last - 1)
@@ -127,6 +122,15 @@ def _decode_rows(
             if first + i < last:
                 issue_values(p_page, ring_v, ring_vs, ring_vm, i, 0, D, VB)
             async_copy.commit_group()
+    store_queries(queries, ring_q, ring_f, 0, log_scale, HALF, PARTS, T, False)
+    acc = ()
+    peak = ()
+    for _ in gl.static_range(T * (D // VB)):
+        acc = acc + (gl.full([VB, 8], 0.0, gl.float32, MMA),)
+    for i in gl.static_range(T):
+        ring_low.index(i).store(gl.full([8, 8], 0.0, gl.float32, STATS))
+        peak = peak + (gl.full([8, 8], NEGATIVE, gl.float32, STATS),)
+    if first < last:
         following = gl.load(p_table + gl.minimum(first + STAGES, last - 1)).to(gl.int64)
         stage = 0
         for page in range(first, last):
@@ -195,7 +199,9 @@ def _decode_rows(
     p_window_row = p_window_table + i_r * s_wtr
     w_first, w_last = window_range(u_first, u_last, pages, window_sinks + window_pages - window_start)
     if w_first < w_last:
-        store_queries(ring_q, ring_f, p_q, row_0, i_r, i_h, s_qt, s_qh, log_scale, q_len, G, D, HALF, PARTS, T, True)
+        for tile in gl.static_range(T):  # one at a time: registers are short
+            rows = load_queries(p_q, row_0 + 8 * tile, i_r, i_h, s_qt, s_qh, q_len, G, D, HALF, PARTS, 1, True)
+            store_queries(rows, ring_q, ring_f, tile, log_scale, HALF, PARTS, 1, True)
         q_pos = _positions(row_0, computed, G, T)
         w_row = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, rows_layout(8, 16))), 1)
         w_ones = gl.where(w_row == 4, 1.0, 0.0).to(dtype).broadcast_to([8, 16])
@@ -264,9 +270,11 @@ def decode_keys_kernel(
     p_q, p_body, p_window, p_body_table, p_window_table, p_plan, p_acc, p_peak, p_total,
     s_qt, s_qh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, o_items, scale, sink_tokens, recent_tokens, retained,
     q_len: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, T: gl.constexpr, LAST: gl.constexpr,
-    WINDOW_PAGE: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr, VB: gl.constexpr, PDL: gl.constexpr,
+    WINDOW_PAGE: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr, VB: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """One program: one item, one KV head, T tiles of 8 rows; LAST tiles in the last program of an item."""
+    if EARLY:
+        wait_for_predecessor()
     if PDL:  # the merge may set up while this runs
         launch_dependents()
     row_0 = 0
@@ -306,12 +314,17 @@ def launch(
     budget, heads, rows, _ = acc.shape
     tile = keys_tile(rows, layout.head_size, q.device)
     registers = choices(q.device).keys_registers
+    pdl = overlaps(q.device)
+    early = pdl and bool(choices(q.device).keys_early)
+    options = {"maxnreg": registers} if registers else {}
+    if early:
+        options["launch_pdl"] = True
     launch_decode_keys[(budget, heads, tile.programs)](
         q, body.view(torch.int16), window, body_table, window_table, plan, acc, peak, total,
         q.stride(0), q.stride(1), body.stride(0) // 2, body.stride(1) // 2,
         window.stride(0), window.stride(1), window.stride(2), body_table.stride(0), window_table.stride(0),
         plan.shape[0] - 4 * budget, scale, sink_tokens, recent_tokens, retained,
         q_len=q_len, H=heads, G=rows // q_len, D=layout.head_size, T=tile.tiles, LAST=tile.last,
-        WINDOW_PAGE=window_page_tokens(q.element_size()), STAGES=tile.stages, LOAD=2, VB=32, PDL=overlaps(q.device),
-        num_warps=1, enable_fp_fusion=True, **({"maxnreg": registers} if registers else {}),
+        WINDOW_PAGE=window_page_tokens(q.element_size()), STAGES=tile.stages, LOAD=2, VB=32, PDL=pdl, EARLY=early,
+        num_warps=1, enable_fp_fusion=True, **options,
     )  # fmt: skip

@@ -12,15 +12,13 @@ from bie_kernels.tiles import LEAST_POWER
 
 
 @gluon.jit
-def store_queries(
-    ring_q, ring_f, p_q, row_0, i_r, i_h, s_qt, s_qh, log_scale, q_len: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
-    HALF: gl.constexpr, PARTS: gl.constexpr, T: gl.constexpr, RAW: gl.constexpr,
+def load_queries(
+    p_q, row_0, i_r, i_h, s_qt, s_qh, q_len: gl.constexpr, G: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr,
+    PARTS: gl.constexpr, T: gl.constexpr, RAW: gl.constexpr,
 ):  # fmt: skip
-    """Query rows to shared memory as B fragments of 32 channels.
+    """T tiles of 8 query rows, [8, HALF * PARTS] each, 0 beyond the rows and channels.
 
-    RAW: as they are, 8 consecutive channels a thread of each chunk (16-bit windows).
-    Otherwise in the order of the codes, fp16, a power of two taken off each row; ring_f gets
-    what the scores must be multiplied with.
+    RAW: 8 consecutive channels a thread of each chunk of 32 (16-bit windows); otherwise in the order of the codes.
     """
     BD: gl.constexpr = HALF * PARTS
     Q: gl.constexpr = rows_layout(8, BD)
@@ -31,21 +29,39 @@ def store_queries(
         i_c = i_k % HALF
         i_c = (HALF // 4) * ((i_c >> 1) & 3) + 8 * (i_c >> 5) + 2 * ((i_c >> 3) & 3) + (i_c & 1)
         i_c = i_k // HALF * HALF + i_c
+    queries = ()
     for tile in gl.static_range(T):
         i_row = row_0 + 8 * tile + gl.arange(0, 8, layout=gl.SliceLayout(1, Q))
         o_row = (i_r * q_len + i_row // G).to(gl.int64) * s_qt + (i_h * G + i_row % G) * s_qh
         m_q = gl.expand_dims(i_row < G * q_len, 1) & gl.expand_dims(i_c < D, 0)
         q = gl.load(p_q + gl.expand_dims(o_row, 1) + gl.expand_dims(i_c, 0), mask=m_q, other=0.0)
+        queries = queries + (q,)
+    return queries
+
+
+@gluon.jit
+def store_queries(
+    queries, ring_q, ring_f, first: gl.constexpr, log_scale, HALF: gl.constexpr, PARTS: gl.constexpr, T: gl.constexpr,
+    RAW: gl.constexpr,
+):  # fmt: skip
+    """Tiles from `load_queries` to shared memory, from tile `first` on, as B fragments of 32 channels.
+
+    RAW: as they are. Otherwise fp16, a power of two taken off each row; ring_f gets what the scores must be
+    multiplied with.
+    """
+    BD: gl.constexpr = HALF * PARTS
+    for tile in gl.static_range(T):
+        q = queries[tile]
         if not RAW:
             wide = q.to(gl.float32)
             size = gl.max(gl.abs(wide), 1)
             power = (size.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
             power = gl.where(size < 1.0e30, gl.maximum(power, LEAST_POWER), 1.0)
             q = (wide / gl.expand_dims(power, 1)).to(gl.float16)
-            ring_f.index(tile).store(power * log_scale)
+            ring_f.index(first + tile).store(power * log_scale)
         bits = gl.reshape(q.to(gl.int16, bitcast=True), [8, BD // 32, 2, 2, 4, 2])  # g, chunk, i1, i0, t, e
         bits = gl.reshape(gl.permute(bits, [1, 0, 4, 2, 3, 5]), [8 * BD])
-        ring_q.index(tile).store(bits)
+        ring_q.index(first + tile).store(bits)
 
 
 @gluon.jit

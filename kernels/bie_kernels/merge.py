@@ -24,13 +24,13 @@ def merge_kernel(
     i_r, i_h = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2) // CHUNKS
     i_e = (tl.program_id(2) % CHUNKS) * BE + tl.arange(0, BE)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     if PLANNED:
         first, last = tl.load(p_plan + i_r), tl.load(p_plan + i_r + 1)
     else:
         first = i_r * splits
         last = first + splits
+    if PDL:  # for the partials; the plan was there before the kernel that writes them
+        tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BE], tl.float32)
     peak = NEGATIVE * 1.0
     total = 0.0
@@ -40,9 +40,9 @@ def merge_kernel(
         m = item < last
         peaks = tl.load(p_peak + at, mask=m, other=NEGATIVE)
         totals = tl.load(p_total + at, mask=m, other=0.0)
-        # Partials of padding were never written; their totals are 0.
-        m_part = (m & (totals > 0.0))[:, None] & (i_e < E)[None, :]
+        m_part = m[:, None] & (i_e < E)[None, :]  # without the totals, which would have to come first
         part = tl.load(p_acc + at[:, None] * E + i_e[None, :], mask=m_part, other=0.0)
+        part = tl.where(totals[:, None] > 0.0, part, 0.0)  # those of padding were never written
         new_peak = tl.maximum(peak, tl.max(peaks, 0))
         alpha = tl.exp2(peak - new_peak)
         weight = tl.exp2(peaks - new_peak)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bie_kernels.checks import check_prefill
+from bie_kernels.checks import as_dtype, check_prefill
 from bie_kernels.launches import Launches
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.merge import merge
@@ -32,10 +32,10 @@ from bie_kernels.tiles import (
     softmax_step,
     window_mask,
 )
-from bie_kernels.tuning import interpreted, multiprocessors, power_of_2, prefill_tile
+from bie_kernels.tuning import choices, interpreted, multiprocessors, power_of_2, prefill_tile
 
 MAX_SPLITS = 16
-"""Programs that share the pages of one tile; bounds the partial results to a few MiB."""
+"""Programs that share the pages of one tile."""
 
 _PAGE = tl.constexpr(PAGE_TOKENS)
 _CHUNK = tl.constexpr(64)
@@ -175,6 +175,14 @@ def prefill_kernel(
 launch_prefill = Launches(prefill_kernel)
 
 
+def workspace_bytes(head_size_v: int, *, device: torch.device | str = "cuda") -> int:
+    """Bytes of the workspace that serves every prefill launch: the partial results of one wave of programs."""
+    device = torch.device(device)
+    chosen = choices(device)
+    programs = chosen.prefill_programs_per_sm * multiprocessors(device)
+    return 4 * programs * chosen.prefill_rows * (head_size_v + 2)
+
+
 def prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -186,6 +194,7 @@ def prefill(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     out: torch.Tensor,
+    workspace: torch.Tensor,
     layout: PageLayout,
     *,
     scale: float,
@@ -202,6 +211,7 @@ def prefill(
         body_table, window_table: int32 [R, pages]; window entries may be 0 or stale.
         query_start_loc: int32 [R + 1]; seq_lens: int32 [R], this step's tokens included.
         out: [T, Hq, E], dtype of q, written; rows beyond the last query keep their value or become 0.
+        workspace: contiguous, at least `workspace_bytes` bytes, overwritten.
         scale: softmax scale.
         sink_tokens, recent_tokens: the window in 16 bits; retained: see design, R.
         soft_cap: logits become cap * tanh(logits / cap) when positive.
@@ -217,6 +227,9 @@ def prefill(
     tile = prefill_tile(layout, q.device)
     if group > tile.rows:
         raise ValueError(f"{group} query heads per KV head: prefill takes at most {tile.rows}")
+    floats = as_dtype("workspace", workspace, torch.float32)
+    if floats.shape[0] * 4 < (need := workspace_bytes(layout.v_size, device=q.device)):
+        raise ValueError(f"workspace has {floats.shape[0] * 4} bytes, {need} are needed")
     if requests == 0 or q.shape[0] == 0:
         return
     channel = layout.key_axis == "channel"
@@ -225,8 +238,10 @@ def prefill(
     splits = min(MAX_SPLITS, max(1, tile.per_sm * multiprocessors(q.device) // (heads * tiles)))
     acc = peak = total = None
     if splits > 1:
-        acc = torch.empty(q.shape[0], splits, q.shape[1], layout.v_size, dtype=torch.float32, device=q.device)
-        peak, total = torch.zeros(2, q.shape[0], splits, q.shape[1], dtype=torch.float32, device=q.device)
+        size = q.shape[0] * splits * q.shape[1]
+        acc = floats[: size * layout.v_size].view(q.shape[0], splits, q.shape[1], layout.v_size)
+        sums = floats[size * layout.v_size :][: 2 * size].zero_()  # nobody writes those of padding
+        peak, total = sums.view(2, q.shape[0], splits, q.shape[1])
     launch_prefill[(heads, tiles, splits)](
         q, k, v, body, window, body_table, window_table, query_start_loc, seq_lens, out, acc, peak, total,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),

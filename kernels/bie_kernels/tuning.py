@@ -57,6 +57,7 @@ class Choices:
     keys_stages: int = 1
     keys_narrow_stages: int = 2
     keys_registers: int | None = None
+    keys_early: int = 0
     decode_stages: int = 2
     prefill_rows: int = 64
     prefill_warps: int = 4
