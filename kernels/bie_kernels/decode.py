@@ -330,7 +330,7 @@ def _launch(
 ) -> None:  # fmt: skip  # noqa: ANN001, ANN003
     """The plain Triton kernel."""
     budget, heads, rows, _ = acc.shape
-    tile = decode_tile(rows, q.device)
+    tile = decode_tile(rows, layout, q.device)
     channel = layout.key_axis == "channel"
     launch_decode[(budget, heads, cdiv(rows, tile.rows))](
         q, body, window, body_table, window_table, plan, acc, peak, total,

@@ -32,7 +32,6 @@ from bie_kernels.gluon_tiles import (
     program_id_x,
     rows_layout,
     serves,
-    wait_for_predecessor,
     window_page_of,
     window_range,
 )
@@ -270,11 +269,9 @@ def decode_keys_kernel(
     p_q, p_body, p_window, p_body_table, p_window_table, p_plan, p_acc, p_peak, p_total,
     s_qt, s_qh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, o_items, scale, sink_tokens, recent_tokens, retained,
     q_len: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, T: gl.constexpr, LAST: gl.constexpr,
-    WINDOW_PAGE: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr, VB: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
+    WINDOW_PAGE: gl.constexpr, STAGES: gl.constexpr, LOAD: gl.constexpr, VB: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One program: one item, one KV head, T tiles of 8 rows; LAST tiles in the last program of an item."""
-    if EARLY:
-        wait_for_predecessor()
     if PDL:  # the merge may set up while this runs
         launch_dependents()
     row_0 = 0
@@ -314,17 +311,12 @@ def launch(
     budget, heads, rows, _ = acc.shape
     tile = keys_tile(rows, layout.head_size, q.device)
     registers = choices(q.device).keys_registers
-    pdl = overlaps(q.device)
-    early = pdl and bool(choices(q.device).keys_early)
-    options = {"maxnreg": registers} if registers else {}
-    if early:
-        options["launch_pdl"] = True
     launch_decode_keys[(budget, heads, tile.programs)](
         q, body.view(torch.int16), window, body_table, window_table, plan, acc, peak, total,
         q.stride(0), q.stride(1), body.stride(0) // 2, body.stride(1) // 2,
         window.stride(0), window.stride(1), window.stride(2), body_table.stride(0), window_table.stride(0),
         plan.shape[0] - 4 * budget, scale, sink_tokens, recent_tokens, retained,
         q_len=q_len, H=heads, G=rows // q_len, D=layout.head_size, T=tile.tiles, LAST=tile.last,
-        WINDOW_PAGE=window_page_tokens(q.element_size()), STAGES=tile.stages, LOAD=2, VB=32, PDL=pdl, EARLY=early,
-        num_warps=1, enable_fp_fusion=True, **options,
+        WINDOW_PAGE=window_page_tokens(q.element_size()), STAGES=tile.stages, LOAD=2, VB=32, PDL=overlaps(q.device),
+        num_warps=1, enable_fp_fusion=True, **({"maxnreg": registers} if registers else {}),
     )  # fmt: skip

@@ -72,12 +72,6 @@ def launch_dependents():
 
 
 @gluon.jit
-def wait_for_predecessor():
-    """Until the kernel before this one has ended and its writes are seen."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def program_id_x():
     """As `gl.program_id(0)`, read at the place of the call: what follows from it takes no register before."""
     return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

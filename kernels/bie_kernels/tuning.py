@@ -57,7 +57,6 @@ class Choices:
     keys_stages: int = 1
     keys_narrow_stages: int = 2
     keys_registers: int | None = None
-    keys_early: int = 0
     decode_stages: int = 2
     prefill_rows: int = 64
     prefill_warps: int = 4
@@ -158,7 +157,7 @@ class DecodeTile:
     stages: int
 
 
-def decode_tile(rows: int, device: torch.device) -> DecodeTile:
+def decode_tile(rows: int, layout: PageLayout, device: torch.device) -> DecodeTile:
     """Tile for `rows` = GQA x query tokens of one KV head in the plain Triton kernel."""
     if rows <= 8:
         tile = 8
@@ -166,8 +165,10 @@ def decode_tile(rows: int, device: torch.device) -> DecodeTile:
         tile = 16
     else:
         tile = 32
-    # One warp needs no barriers; wide heads spill a little with it, which costs less than they would.
-    return DecodeTile(tile, 1 if tile <= 16 else 2, choices(device).decode_stages)
+    # One warp needs no barriers, and it is worth some registers in memory: up to about 100 bytes a thread.
+    plain = layout.group_size == 64 and layout.key_axis == "channel"
+    wide = layout.head_size > 128 and (tile > 8 or not plain)
+    return DecodeTile(tile, 2 if tile > 16 or wide else 1, choices(device).decode_stages)
 
 
 # -- decode_keys --------------------------------------------------------------
