@@ -64,14 +64,10 @@ def compare(a: list[dict], b: list[dict], *, median: float = 0.02, worst: float 
             "common": f"{len(difference)}/{total}"}  # fmt: skip
 
 
-def decoded(run: list[dict]) -> list[list[int]]:
-    """The texts of a generation, prompts included."""
-    return [prompt + r["tokens"] for prompt, r in zip(PROMPTS, run, strict=True)]
-
-
-def score(texts: list[list[int]]) -> dict:
-    """A step that returns the texts' log-probabilities."""
-    return {"do": "generate", "prompts": texts, "sampling": {**greedy(1), "prompt_logprobs": 0}}
+def score(step: dict, run: list[dict]) -> dict:
+    """A step that returns the log-probabilities of the texts that `step` has decoded, prompts included."""
+    texts = [prompt + r["tokens"] for prompt, r in zip(step["prompts"], run, strict=True)]
+    return {**step, "prompts": texts, "sampling": {**greedy(1), "prompt_logprobs": 0}}
 
 
 def scored(run: list[dict], scores: list[dict], control: dict | None = None) -> dict:
@@ -84,11 +80,12 @@ def scored(run: list[dict], scores: list[dict], control: dict | None = None) -> 
     return {"ok": bool(ok), "median": float(np.median(difference)), "max": float(difference.max())}
 
 
-def against_auto(model: str, **kwargs) -> dict:
+def against_auto(model: str, step: dict | None = None, **kwargs) -> dict:
     """What `int4_asym` decodes with all in 16 bits, scored by `auto`; `auto` with itself is the control."""
-    wide = one(gpu(model, **kwargs, **WIDE), [generate(PROMPTS), FACTS])
-    auto = one(gpu(model, **kwargs, **AUTO), [generate(PROMPTS), FACTS])
-    ours, own = one(gpu(model, **kwargs, **AUTO), [score(decoded(wide[0])), score(decoded(auto[0]))])
+    step = step or generate(PROMPTS)
+    wide = one(gpu(model, **kwargs, **WIDE), [step, FACTS])
+    auto = one(gpu(model, **kwargs, **AUTO), [step, FACTS])
+    ours, own = one(gpu(model, **kwargs, **AUTO), [score(step, wide[0]), score(step, auto[0])])
     control = scored(auto[0], own)
     return {**scored(wide[0], ours, control), "auto": control, "auto tokens": auto[1]["capacity_tokens"]}
 
@@ -97,8 +94,9 @@ def like_auto(name: str) -> dict:
     """All in 16 bits equals auto, INT4 in chunks of 64 equals INT4 at once, and auto's capacity is beaten."""
     model = tiny_model(FOLDER, name)
     first = against_auto(model)
-    whole = one(gpu(model), [generate(PROMPTS), FACTS])
-    chunks = one(gpu(model, max_num_batched_tokens=64), [score(decoded(whole[0]))])
+    step = generate(PROMPTS)
+    whole = one(gpu(model), [step, FACTS])
+    chunks = one(gpu(model, max_num_batched_tokens=64), [score(step, whole[0])])
     second = scored(whole[0], chunks[0], first["auto"])
     tokens_held = [first["auto tokens"], whole[1]["capacity_tokens"]]
     return {"ok": first["ok"] and second["ok"] and tokens_held[1] >= tokens_held[0], "16 bits = auto": first,
@@ -141,14 +139,18 @@ def packed(method: str) -> dict:
 
 
 def images() -> dict:
+    """As `against_auto`, and another picture gives other numbers."""
     model, image_token = tiny_idefics(FOLDER / "idefics")
     rng = np.random.default_rng(0)
     prompt = tokens(100, seed=1, vocab=250) + [image_token] + tokens(200, seed=2, vocab=250)
-    step = {"do": "images", "prompts": [prompt], "sampling": greedy(24),
-            "images": [rng.integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3)).tolist()]}  # fmt: skip
+    picture, another = (rng.integers(0, high, (IMAGE_SIZE, IMAGE_SIZE, 3)).tolist() for high in (256, 40))
+    step = {"do": "images", "prompts": [prompt], "sampling": greedy(24), "images": [picture]}
     base = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}}
-    auto, wide = (one(gpu(model, **base, **kind), [step])[0] for kind in (AUTO, WIDE))
-    return compare(auto, wide, shared=0.05)
+    result = against_auto(model, step, **base)
+    seen = one(gpu(model, **base, **WIDE), [step])[0]
+    other = scored(seen, one(gpu(model, **base, **WIDE), [{**score(step, seen), "images": [another]}])[0])
+    seen_difference = other["median"] > 2 * result["median"]
+    return {**result, "ok": result["ok"] and seen_difference, "another picture": other}
 
 
 def adapters() -> dict:
@@ -164,19 +166,21 @@ def adapters() -> dict:
     return {**result, "ok": result["ok"] and [r["cached"] for r in run] == [0, 0, 320, 320]}
 
 
-def across(**kwargs) -> dict:
+def across(executor: str = "mp", **kwargs) -> dict:
     """Two GPUs against one."""
     import torch
 
     if torch.cuda.device_count() < 2:
         return {"ok": True, "skipped": "one GPU"}
+    if executor == "ray" and importlib.util.find_spec("ray") is None:
+        return {"ok": True, "skipped": "ray is not installed"}
     model = tiny_model(FOLDER, "gqa")
     steps = [generate(PROMPTS)]
     alone = {key: value for key, value in kwargs.items() if not key.endswith("parallel_size")}
 
     def difference(**more) -> dict:
         env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        both = one(gpu(model, distributed_executor_backend="mp", **kwargs, **more), steps, **env)
+        both = one(gpu(model, distributed_executor_backend=executor, **kwargs, **more), steps, **env)
         return compare(one(gpu(model, **alone, **more), steps)[0], both[0], median=0.1)
 
     ours, control = difference(), difference(**AUTO)  # sums in another order: how much that is, `auto` says
@@ -207,6 +211,7 @@ def checks() -> dict:
         "a skipped layer, pipeline parallel 2": lambda: across(
             kv_cache_dtype_skip_layers=["0"], pipeline_parallel_size=2
         ),
+        "tensor parallel 2 = 1, Ray": lambda: across("ray", tensor_parallel_size=2),
         "soak": soak,
     }
 
