@@ -176,6 +176,8 @@ def _check_speculation(speculation: Any, target: Any) -> None:
         )
     draft = speculation.draft_model_config
     for what, found in (
+        ("layers that read the target's KV cache", speculation.use_gemma4_mtp()),
+        ("layers that share a KV cache", bool(getattr(draft.hf_text_config, "num_kv_shared_layers", 0))),
         ("multi-head latent attention", draft.use_mla),
         ("state-space or linear-attention layers", draft.is_hybrid),
         ("chunked local attention", draft.attention_chunk_size is not None),

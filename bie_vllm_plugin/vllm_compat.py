@@ -155,10 +155,12 @@ def _before_models(original: Any) -> None:
 
 def _wrap_initialize_model() -> None:
     """Check the layers as soon as they exist."""
-    from vllm.model_executor.model_loader import utils
+    from vllm.config import VllmConfig
+    from vllm.model_executor.model_loader import tensorizer, utils
 
-    def checked(original: Any, vllm_config: VllmConfig, **kwargs: Any) -> Any:
-        model = original(vllm_config, **kwargs)
+    def checked(original: Any, *args: Any, **kwargs: Any) -> Any:
+        model = original(*args, **kwargs)
+        vllm_config = kwargs.get("vllm_config") or next(x for x in args if isinstance(x, VllmConfig))
         if uses_int4_asym(vllm_config):  # of a drafter it says `auto`
             from bie_vllm_plugin.checks import check_built_layers
 
@@ -166,6 +168,7 @@ def _wrap_initialize_model() -> None:
         return model
 
     _wrap_function(utils, "initialize_model", checked, "vllm.model_executor.")
+    _wrap_function(tensorizer, "init_tensorizer_model", checked, "vllm.model_executor.")
 
 
 def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:

@@ -155,6 +155,14 @@ BAD_ENGINES = {
         "", {"speculative_config": {"method": "draft_model", "model": "HYBRID", "num_speculative_tokens": 2}},
         ["the draft model", "uses state-space or linear-attention layers", "method ngram"],
     ),
+    "drafter that reads the target's cache": (
+        "", {"speculative_config": {"model": "ASSISTANT", "num_speculative_tokens": 2}},
+        ["the draft model", "uses layers that read the target's KV cache", "method ngram"],
+    ),
+    "draft model that shares caches": (
+        "", {"speculative_config": {"method": "draft_model", "model": "SHARING", "num_speculative_tokens": 2}},
+        ["the draft model", "uses layers that share a KV cache", "method ngram"],
+    ),
     "medusa": (
         "", {"speculative_config": {"method": "medusa", "model": "MEDUSA", "num_speculative_tokens": 2}},
         ["'medusa'", "draft_model, eagle, eagle3, mtp, ngram"],
@@ -212,6 +220,16 @@ def refusals(model_64, model_1kv, tmp_path_factory) -> dict[str, str]:
         "HYBRID": config_only(
             base / "lfm2", architectures=["Lfm2ForCausalLM"], model_type="lfm2",
             layer_types=["conv", "full_attention"], **small
+        ),
+        "ASSISTANT": config_only(
+            base / "assistant", architectures=["Gemma4AssistantForCausalLM"], model_type="gemma4_assistant",
+            backbone_hidden_size=256,
+            text_config={"model_type": "gemma4_text", "hidden_size_per_layer_input": 0,
+                         "vocab_size_per_layer_input": 0, **small},
+        ),
+        "SHARING": config_only(
+            base / "gemma4", architectures=["Gemma4ForCausalLM"], model_type="gemma4_text", num_kv_shared_layers=1,
+            hidden_size_per_layer_input=0, **small,
         ),
         "MEDUSA": config_only(base / "medusa", architectures=["MedusaModel"], model_type="medusa", **small),
     }
