@@ -23,6 +23,10 @@ MAX_TOKENS = 1 << 24
 """Contexts are searched up to here."""
 
 
+CPU_PAGE_TOKENS, GPU_PAGE_TOKENS = 128, 16
+"""Tokens of vLLM's own pages, where --block-size is left out."""
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """The engine's settings that decide about pages.
@@ -48,7 +52,7 @@ class EngineOptions:
     @property
     def page_tokens(self) -> int:
         """Tokens of a page of vLLM's own formats."""
-        return self.block_size or (128 if self.cpu else 16)
+        return self.block_size or (CPU_PAGE_TOKENS if self.cpu else GPU_PAGE_TOKENS)
 
     @property
     def in_flight(self) -> int:
