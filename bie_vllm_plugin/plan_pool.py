@@ -22,7 +22,6 @@ from bie_vllm_plugin.sliding_pages import SlidingPages, sliding_pages
 MAX_TOKENS = 1 << 24
 """Contexts are searched up to here."""
 
-
 CPU_PAGE_TOKENS, GPU_PAGE_TOKENS = 128, 16
 """Tokens of vLLM's own pages, where --block-size is left out."""
 
