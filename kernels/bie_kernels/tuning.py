@@ -166,9 +166,12 @@ def decode_tile(rows: int, layout: PageLayout, device: torch.device) -> DecodeTi
     else:
         tile = 32
     # One warp needs no barriers, and it is worth some registers in memory: up to about 100 bytes a thread.
-    plain = layout.group_size == 64 and layout.key_axis == "channel"
-    wide = layout.head_size > 128 and (tile > 8 or not plain)
-    return DecodeTile(tile, 2 if tile > 16 or wide else 1, choices(device).decode_stages)
+    warps = 1 if tile <= 16 else 2
+    if layout.head_size > 128 and layout.key_axis == "head_dim":
+        warps = 4
+    elif layout.head_size > 128 and (tile > 8 or layout.group_size < 64):
+        warps = 2
+    return DecodeTile(tile, warps, choices(device).decode_stages)
 
 
 # -- decode_keys --------------------------------------------------------------
