@@ -52,8 +52,8 @@ PLAIN_SPILLS = {
     "d96-g32": 56, "d96-gqa16": 144, "d96-head_dim": 112, "d96-q6": 216,
     "d112-g32": 80, "d112-gqa16": 112, "d112-head_dim": 88, "d112-q6": 216,
     "d128-g32": 104, "d128-gqa16": 96, "d128-head_dim": 152, "d128-q6": 224,
-    "d192": 64, "d192-g32": 696, "d192-gqa16": 512, "d192-head_dim": 1344, "d192-q6": 784,
-    "d256": 128, "d256-g32": 704, "d256-gqa16": 720, "d256-head_dim": 1856, "d256-q6": 896,
+    "d192": 64, "d192-g32": 104, "d192-gqa16": 208, "d192-head_dim": 8, "d192-q6": 784,
+    "d256": 96, "d256-g32": 232, "d256-gqa16": 288, "d256-head_dim": 8, "d256-q6": 896,
 }  # fmt: skip
 """Bytes of stack of the plain kernel in the matrix, by size and variant: the most on any card (Triton 3.9).
 

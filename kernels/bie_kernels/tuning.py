@@ -45,6 +45,8 @@ class Choices:
         keys_registers: registers that it may use, if ptxas is to be told: it aims for 12 warps a multiprocessor on
             some cards, and spills for them.
         decode_stages: pages in flight in the plain decode kernel.
+        decode_wide_warps: its warps for up to 8 rows of more than 128 channels. One is faster on an H200 and keeps 64 to
+            300 bytes a thread in memory there, 1.4 KB on older cards with Triton 3.6; two keep 16 at most, or 208.
         prefill_rows, prefill_warps, prefill_stages: of a prefill program.
         prefill_programs_per_sm: with fewer tiles than that, pages are split over more programs.
     """
@@ -58,6 +60,7 @@ class Choices:
     keys_narrow_stages: int = 2
     keys_registers: int | None = None
     decode_stages: int = 2
+    decode_wide_warps: int = 1
     prefill_rows: int = 64
     prefill_warps: int = 4
     prefill_stages: int = 1
@@ -68,14 +71,15 @@ MEASURED = Choices()
 """On an H200 (see NOTES.md)."""
 
 CHOICES: dict[Card, Choices] = {
-    (8, 0): MEASURED,  # not measured
-    (8, 6): replace(MEASURED, keys_registers=255),  # not measured
-    (8, 9): replace(MEASURED, keys_registers=255),  # not measured
+    (8, 0): replace(MEASURED, decode_wide_warps=2),  # not measured
+    (8, 6): replace(MEASURED, decode_wide_warps=2, keys_registers=255),  # not measured
+    (8, 9): replace(MEASURED, decode_wide_warps=2, keys_registers=255),  # not measured
     (9, 0): MEASURED,
-    (10, 0): MEASURED,  # not measured
-    (12, 0): MEASURED,  # not measured
+    (10, 0): replace(MEASURED, decode_wide_warps=2),  # not measured
+    (12, 0): replace(MEASURED, decode_wide_warps=2),  # not measured
 }
-"""By compute capability; cards that nobody has measured take the H200's numbers, pruned by their shared memory."""
+"""By compute capability; cards that nobody has measured take the H200's numbers, pruned by their shared memory, or
+what their builds ask for."""
 
 INTERPRETED_SMS = 4
 """Stand-in for the multiprocessor count where there is no card."""
@@ -169,8 +173,8 @@ def decode_tile(rows: int, layout: PageLayout, device: torch.device) -> DecodeTi
     warps = 1 if tile <= 16 else 2
     if layout.head_size > 128 and layout.key_axis == "head_dim":
         warps = 4
-    elif layout.head_size > 128 and (tile > 8 or layout.group_size < 64):
-        warps = 2
+    elif layout.head_size > 128:
+        warps = 2 if tile > 8 or layout.group_size < 64 else choices(device).decode_wide_warps
     return DecodeTile(tile, warps, choices(device).decode_stages)
 
 
