@@ -299,7 +299,7 @@ kl = {"keys": 0.004, "values": 0.001}.get(job["patches"].get("only"), 0.005)
 for unit in job["units"]:
     one = np.ones(len(unit["prompt"]) - 1, np.float32)
     np.savez(Path(job["folder"]) / f"{unit['id']}.npz", nll=2 * one, nll_base=2 * one, kl=kl * one, agree=one, top=one,
-             cached=0)
+             top_base=one, cached=0)
     if job["is_base"]:
         (Path(job["base"]) / f"{unit['id']}.pt").write_text("")
     print(json.dumps({"unit": unit["id"]}), flush=True)
