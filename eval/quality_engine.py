@@ -217,6 +217,14 @@ def run_job(job: dict[str, Any]) -> None:
         print(json.dumps({"unit": unit["id"], "seconds": round(time.perf_counter() - begin, 2)}), flush=True)
 
 
+def one_sentence(error: Exception) -> str:
+    """What an engine that did not start says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # pydantic wraps the sentence: its second line says what is wrong
+    text = next((line for line in lines if "validation error" not in line), type(error).__name__)
+    return text.split(" [type=")[0]
+
+
 def main() -> int:
     job = json.loads(Path(sys.argv[1]).read_text())
     try:
@@ -225,10 +233,7 @@ def main() -> int:
         import traceback
 
         traceback.print_exc()
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        # pydantic wraps the sentence: its second line says what is wrong
-        text = next((line for line in lines if "validation error" not in line), type(error).__name__)
-        print(json.dumps({"error": text.split(" [type=")[0]}), flush=True)
+        print(json.dumps({"error": one_sentence(error)}), flush=True)
         return 1
     return 0
 
