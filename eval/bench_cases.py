@@ -74,6 +74,11 @@ def bytes_read(case: Case) -> int:
     return total * case.kv_heads
 
 
+def bytes_of_16_bit(case: Case) -> int:
+    """Bytes of a cache in 16 bits that one launch reads."""
+    return sum(case.lengths) * case.kv_heads * (case.layout.head_size + case.layout.v_size) * 2
+
+
 class Timer:
     """Median time of one call, from CUDA-graph replays of calls that rotate over inputs."""
 

@@ -68,8 +68,19 @@ def in_use(llm) -> float:  # noqa: ANN001 - vLLM's LLM
     return llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.usage
 
 
+def prefill_steps(batch: int, new: int, chunk: int) -> int:
+    """Engine steps that prefill `batch` prompts of `new` tokens."""
+    return -(-batch * new // chunk)
+
+
 def run_batch(llm, prompts: list[list[int]], output: int) -> dict:  # noqa: ANN001
-    """One batch: seconds are read as each engine step returns."""
+    """One batch: seconds are read as each engine step returns.
+
+    Returns:
+        ttft_ms (median over the requests), usage (largest share of the pool while all decode), held_tokens (of the
+        batch at that time), cached_tokens (of all prompts) and, if all requests decode together for more than 8
+        steps, tpot_ms and tokens_per_s.
+    """
     from vllm import SamplingParams
 
     engine, batch = llm.llm_engine, len(prompts)
@@ -79,17 +90,23 @@ def run_batch(llm, prompts: list[list[int]], output: int) -> dict:  # noqa: ANN0
         engine.add_request(f"{i}-{start}", {"prompt_token_ids": prompt}, sampling)
     first: dict[str, float] = {}
     seen: dict[str, int] = {}
-    full, usage = [], 0.0  # (time, tokens of the batch so far) of the steps in which every request decodes
+    cached: dict[str, int] = {}
+    prompt_tokens = sum(map(len, prompts))
+    full, usage, held = [], 0.0, 0  # (time, tokens of the batch so far) of the steps in which every request decodes
     while engine.has_unfinished_requests():
         outputs = engine.step()
         now = time.perf_counter()
         for o in outputs:
             first.setdefault(o.request_id, now - start)
             seen[o.request_id] = len(o.outputs[0].token_ids)
+            cached.setdefault(o.request_id, o.num_cached_tokens or 0)
         if len(first) == batch and max(seen.values()) < output:
             full.append((now, sum(seen.values())))
-            usage = max(usage, in_use(llm))
-    record = {"ttft_ms": statistics.median(first.values()) * 1e3, "usage": usage}
+            usage, held = max((usage, held), (in_use(llm), prompt_tokens + sum(seen.values())))
+    record = {
+        "ttft_ms": statistics.median(first.values()) * 1e3, "usage": usage, "held_tokens": held,
+        "cached_tokens": sum(cached.values()),
+    }  # fmt: skip
     if len(full) > 8:
         (t0, n0), (t1, n1) = full[0], full[-1]
         gaps = [(b[0] - a[0]) / max(1, (b[1] - a[1]) / batch) for a, b in zip(full, full[1:], strict=False)]
@@ -109,7 +126,7 @@ def run_case(llm, case: Case, output: int, repeats: int, seed: int) -> dict:  # 
     vocab = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     pool = llm.llm_engine.vllm_config.cache_config
     chunk = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
-    output += 2 * -(-case.batch * case.new // chunk)  # decoding tokens take their share of a chunk
+    output += 2 * prefill_steps(case.batch, case.new, chunk)  # decoding tokens take their share of a chunk
     results = []
     cached = [rng.integers(3, vocab, case.cached).tolist() for _ in range(case.batch)]
     if case.cached:
@@ -119,6 +136,7 @@ def run_case(llm, case: Case, output: int, repeats: int, seed: int) -> dict:  # 
         results.append(run_batch(llm, prompts, output))
     best = min(results, key=lambda r: r["ttft_ms"])
     usage = max(r.pop("usage") for r in results)
+    best = {key: value for key, value in best.items() if key not in ("cached_tokens", "held_tokens")}
     best |= {key: min(r[key] for r in results) for key in ("tpot_ms",) if key in best}
     capacity = case.batch * (case.context + output) / usage if usage else 0
     return best | {"capacity_tokens": round(capacity), "reported_capacity_tokens": pool.kv_cache_size_tokens}
@@ -131,7 +149,8 @@ def run_format(args: argparse.Namespace) -> list[dict]:
     from vllm import LLM
 
     cases = [Case(text) for text in args.cases]
-    longest = max(case.context + 2 * -(-case.batch * case.new // args.chunk) for case in cases) + args.output + 8
+    steps = lambda case: prefill_steps(case.batch, case.new, args.chunk)
+    longest = max(case.context + 2 * steps(case) for case in cases) + args.output + 8
     llm = LLM(
         model_folder(args.shape), kv_cache_dtype=args.format, load_format="dummy", skip_tokenizer_init=True,
         max_model_len=longest, max_num_seqs=max(case.batch for case in cases), enable_prefix_caching=True,

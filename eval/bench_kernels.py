@@ -5,7 +5,7 @@ A correctness gate first: a kernel that misses the oracle is not timed. Times ar
 of CUDA-graph replays over page tables that rotate through memory much larger than L2,
 16-bit windows included, the plan made once per step as a model's layers share it.
 Prefill has a script of its own, `bench_prefill.py`.
-`gb_per_s` counts the bytes of the cache that a launch must read.
+`gb_per_s` counts the bytes of the cache that a launch must read. Exit status 1: a kernel missed the oracle.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from bench_cases import (  # noqa: E402
     WINDOW_PAGE,
     Case,
     Timer,
+    bytes_of_16_bit,
     bytes_read,
     suites,
 )
@@ -201,13 +202,13 @@ def measure(case: Case, timers: dict[str, tuple[float, Timer]], samples: int, ba
             timer.sample()
     records = []
     for path, (error, timer) in timers.items():
-        size = bytes_read(case)
+        size = bytes_of_16_bit(case) if path == "fa3_bf16" else bytes_read(case)
         record = {
             "case": case.name, "batch": len(case.lengths), "context": max(case.lengths), "q_len": case.q_len,
             "gqa": case.group, "head_size": case.head_size, "axis": case.axis, "group_size": case.group_size,
             "format": path if path == "fa3_bf16" else f"int4_asym/{path}", "us": round(timer.us, 2),
-            "gb_per_s": round(size / timer.us / 1e3), "of_copy": round(size / timer.us / 1e3 / bandwidth, 3),
-            "rel_err": round(error, 6),
+            "bytes": size, "gb_per_s": round(size / timer.us / 1e3),
+            "of_copy": round(size / timer.us / 1e3 / bandwidth, 3), "rel_err": round(error, 6),
         }  # fmt: skip
         records.append(record)
         print(f"{case.name:24s} {record['format']:40s} {record['us']:9.2f} us {record['gb_per_s']:5d} GB/s "
@@ -265,7 +266,7 @@ def write_records(dtype: torch.dtype) -> list[dict]:
     return records
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--suites", default="decode,short,ragged,verify,gqa,heads,axis,write")
@@ -284,6 +285,7 @@ def main() -> None:
     header = {"command": "python " + " ".join(sys.argv), "versions": versions, "copy_gb_per_s": round(bandwidth)}
     print(header, flush=True)
     records: list[dict] = []
+    refused = False
     pools: dict[PageLayout, Pool] = {}
 
     def save() -> None:
@@ -293,7 +295,9 @@ def main() -> None:
 
     for suite in args.suites.split(","):
         if suite == "write":
-            records += write_records(dtype)
+            written = write_records(dtype)
+            refused |= not written
+            records += written
             save()
             continue
         for case in suites()[suite]:
@@ -314,6 +318,7 @@ def main() -> None:
                     continue
                 if not error < LIMIT:
                     print(f"REFUSED {case.name} {path}: relative error {error}", flush=True)
+                    refused = True
                     continue
                 if args.gate_only:
                     continue
@@ -322,7 +327,8 @@ def main() -> None:
                 timers["fa3_bf16"] = baseline
             records += measure(case, timers, args.samples, bandwidth)
         save()
+    return int(refused)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -215,7 +215,7 @@ def collect(args: argparse.Namespace, formats: list[Any], units: list[dict[str, 
             continue
         pairs = [(u, runner.result(base, u), runner.result(fmt, u)) for u in units]
         pairs = [(u, b, r) for u, b, r in pairs if b is not None and r is not None]
-        scored = [(u, b, r) for u, b, r in pairs if u["kind"] == "score"]
+        scored = [r for u, _, r in pairs if u["kind"] == "score"]
         for u, _, r in pairs:
             facts = {"document": u.get("document"), "format": fmt.label}
             if u["kind"] == "score":
@@ -226,9 +226,8 @@ def collect(args: argparse.Namespace, formats: list[Any], units: list[dict[str, 
                 result["records"].append(report.token_record(r, **facts, context=u["context"], mode="decode"))
         losses = []
         if scored:
-            result["positions"][fmt.label] = report.by_position([r for *_, r in scored])
-            ours, theirs = [b for _, b, _ in scored], [r for *_, r in scored]
-            losses = stats.token_losses(ours, theirs, args.tolerance, args.ppl_tolerance)
+            result["positions"][fmt.label] = report.by_position(scored)
+            losses = stats.token_losses(scored, args.tolerance, args.ppl_tolerance)
         found = [(b["top"].all(), r["top"].all()) for u, b, r in pairs if u in needles]
         if found:
             import numpy as np

@@ -74,7 +74,7 @@ class Runner:
         config = Path(self.model) / "config.json"
         weights = config.read_text() if config.is_file() else self.model
         fixed = {k: v for k, v in self.llm.items() if k != "max_model_len"}
-        self.home = self.work / digest([weights, str(self.model), fixed])
+        self.home = self.work / digest([weights, str(self.model), fixed, "top_base"])  # what units hold since
         self.sources = sources_digest()  # once: the checkout may change while this runs
 
     def folder(self, fmt: Format) -> Path:

