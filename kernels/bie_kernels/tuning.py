@@ -45,8 +45,8 @@ class Choices:
         keys_registers: registers that it may use, if ptxas is to be told: it aims for 12 warps a multiprocessor on
             some cards, and spills for them.
         decode_stages: pages in flight in the plain decode kernel.
-        decode_wide_warps: its warps for up to 8 rows of more than 128 channels. One is faster on an H200 and keeps 64 to
-            300 bytes a thread in memory there, 1.4 KB on older cards with Triton 3.6; two keep 16 at most, or 208.
+        decode_wide_warps: its warps for up to 8 rows of more than 128 channels. One is faster on an H200 and keeps 64
+            to 300 bytes a thread in memory there, 1.4 KB on older cards with Triton 3.6; two keep 16 at most, or 208.
         prefill_rows, prefill_warps, prefill_stages: of a prefill program.
         prefill_programs_per_sm: with fewer tiles than that, pages are split over more programs.
     """
