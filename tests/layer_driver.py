@@ -22,6 +22,7 @@ from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -72,7 +73,7 @@ class LayerDriver:
             enforce_eager=True, kv_cache_memory_bytes=pool_bytes, additional_config={"int4_asym": settings},
             speculative_config=speculation if drafts else None,
         ).create_engine_config()  # fmt: skip
-        with set_current_vllm_config(self.config):
+        with set_current_vllm_config(self.config), set_default_torch_dtype(dtype):  # as vLLM's loaders build models
             self.layer = Attention(
                 shape.heads, shape.head_size, shape.head_size**-0.5, num_kv_heads=shape.kv_heads,
                 cache_config=self.config.cache_config, prefix=NAME,
