@@ -31,6 +31,7 @@ from tiny_vision import IMAGE_SIZE, tiny_adapter, tiny_idefics
 FOLDER = Path(tempfile.gettempdir()) / "bie-gpu-breadth"
 FACTS = {"do": "facts"}
 PROMPTS = [tokens(n, seed=n) for n in (50, 333, 700)]
+DECODE = generate(PROMPTS)
 WIDE = {"settings": {"recent_tokens": 1024}}
 AUTO = {"kv_cache_dtype": "auto"}
 MODELS = ["gemma2", "gemma3", "mistral windowed", "cohere2", "qwen3", "qwen2", "glm4", "mixtral", "head 256", "head 80"]
@@ -64,14 +65,10 @@ def compare(a: list[dict], b: list[dict], *, median: float = 0.02, worst: float 
             "common": f"{len(difference)}/{total}"}  # fmt: skip
 
 
-def decoded(run: list[dict]) -> list[list[int]]:
-    """The texts of a generation, prompts included."""
-    return [prompt + r["tokens"] for prompt, r in zip(PROMPTS, run, strict=True)]
-
-
-def score(texts: list[list[int]]) -> dict:
-    """A step that returns the texts' log-probabilities."""
-    return {"do": "generate", "prompts": texts, "sampling": {**greedy(1), "prompt_logprobs": 0}}
+def scoring(decode: dict, run: list[dict]) -> dict:
+    """A step that returns the log-probabilities of the texts, prompts included, that the step `decode` gave."""
+    texts = [prompt + r["tokens"] for prompt, r in zip(decode["prompts"], run, strict=True)]
+    return {**decode, "prompts": texts, "sampling": {**greedy(1), "prompt_logprobs": 0}}
 
 
 def scored(run: list[dict], scores: list[dict], control: dict | None = None) -> dict:
@@ -84,13 +81,25 @@ def scored(run: list[dict], scores: list[dict], control: dict | None = None) -> 
     return {"ok": bool(ok), "median": float(np.median(difference)), "max": float(difference.max())}
 
 
-def against_auto(model: str, **kwargs) -> dict:
-    """What `int4_asym` decodes with all in 16 bits, scored by `auto`; `auto` with itself is the control."""
-    wide = one(gpu(model, **kwargs, **WIDE), [generate(PROMPTS), FACTS])
-    auto = one(gpu(model, **kwargs, **AUTO), [generate(PROMPTS), FACTS])
-    ours, own = one(gpu(model, **kwargs, **AUTO), [score(decoded(wide[0])), score(decoded(auto[0]))])
+def against_auto(model: str, decode: dict = DECODE, spoilt: dict | None = None, **kwargs) -> dict:
+    """What `int4_asym` decodes with all in 16 bits, scored by `auto`; `auto` with itself is the control.
+
+    Args:
+        decode: the step that decodes.
+        spoilt: replaces fields of it in one scoring more, which has to fail: the comparison sees them.
+    """
+    wide = one(gpu(model, **kwargs, **WIDE), [decode, FACTS])
+    auto = one(gpu(model, **kwargs, **AUTO), [decode, FACTS])
+    steps = [scoring(decode, wide[0]), scoring(decode, auto[0])]
+    if spoilt:
+        steps.append({**steps[0], **spoilt})
+    ours, own, *others = one(gpu(model, **kwargs, **AUTO), steps)
     control = scored(auto[0], own)
-    return {**scored(wide[0], ours, control), "auto": control, "auto tokens": auto[1]["capacity_tokens"]}
+    result = {**scored(wide[0], ours, control), "auto": control, "auto tokens": auto[1]["capacity_tokens"]}
+    for other in others:
+        result["spoilt"] = scored(wide[0], other, control)
+        result["ok"] = result["ok"] and not result["spoilt"]["ok"]
+    return result
 
 
 def like_auto(name: str) -> dict:
@@ -98,7 +107,7 @@ def like_auto(name: str) -> dict:
     model = tiny_model(FOLDER, name)
     first = against_auto(model)
     whole = one(gpu(model), [generate(PROMPTS), FACTS])
-    chunks = one(gpu(model, max_num_batched_tokens=64), [score(decoded(whole[0]))])
+    chunks = one(gpu(model, max_num_batched_tokens=64), [scoring(DECODE, whole[0])])
     second = scored(whole[0], chunks[0], first["auto"])
     tokens_held = [first["auto tokens"], whole[1]["capacity_tokens"]]
     return {"ok": first["ok"] and second["ok"] and tokens_held[1] >= tokens_held[0], "16 bits = auto": first,
@@ -141,14 +150,19 @@ def packed(method: str) -> dict:
 
 
 def images() -> dict:
+    """Three prompts with a picture each; with the pictures exchanged the comparison has to fail."""
     model, image_token = tiny_idefics(FOLDER / "idefics")
     rng = np.random.default_rng(0)
-    prompt = tokens(100, seed=1, vocab=250) + [image_token] + tokens(200, seed=2, vocab=250)
-    step = {"do": "images", "prompts": [prompt], "sampling": greedy(24),
-            "images": [rng.integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3)).tolist()]}  # fmt: skip
-    base = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}}
-    auto, wide = (one(gpu(model, **base, **kind), [step])[0] for kind in (AUTO, WIDE))
-    return compare(auto, wide, shared=0.05)
+    pictures = [rng.integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3)).tolist() for _ in range(3)]
+    prompts = [
+        tokens(n, seed=n, vocab=250) + [image_token] + tokens(m, seed=m, vocab=250)
+        for n, m in ((100, 20), (10, 200), (300, 300))
+    ]
+    text_only = list(range(3, 250))  # a decoded image token would ask for a picture more when it is scored
+    decode = {"do": "images", "prompts": prompts, "images": pictures,
+              "sampling": greedy(allowed_token_ids=text_only)}  # fmt: skip
+    exchanged = {"images": pictures[1:] + pictures[:1]}
+    return against_auto(model, decode, exchanged, skip_tokenizer_init=False, limit_mm_per_prompt={"image": 1})
 
 
 def adapters() -> dict:
