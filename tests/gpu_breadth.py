@@ -178,19 +178,21 @@ def adapters() -> dict:
     return {**result, "ok": result["ok"] and [r["cached"] for r in run] == [0, 0, 320, 320]}
 
 
-def across(**kwargs) -> dict:
+def across(executor: str = "mp", **kwargs) -> dict:
     """Two GPUs against one."""
     import torch
 
     if torch.cuda.device_count() < 2:
         return {"ok": True, "skipped": "one GPU"}
+    if executor == "ray" and importlib.util.find_spec("ray") is None:
+        return {"ok": True, "skipped": "ray is not installed"}
     model = tiny_model(FOLDER, "gqa")
     steps = [generate(PROMPTS)]
     alone = {key: value for key, value in kwargs.items() if not key.endswith("parallel_size")}
 
     def difference(**more) -> dict:
         env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        both = one(gpu(model, distributed_executor_backend="mp", **kwargs, **more), steps, **env)
+        both = one(gpu(model, distributed_executor_backend=executor, **kwargs, **more), steps, **env)
         return compare(one(gpu(model, **alone, **more), steps)[0], both[0], median=0.1)
 
     ours, control = difference(), difference(**AUTO)  # sums in another order: how much that is, `auto` says
@@ -217,6 +219,7 @@ def checks() -> dict:
         "images = auto": images,
         "adapters": adapters,
         "tensor parallel 2 = 1": lambda: across(tensor_parallel_size=2),
+        "ray, tensor parallel 2 = 1": lambda: across("ray", tensor_parallel_size=2),
         "pipeline parallel 2 = 1": lambda: across(pipeline_parallel_size=2),
         "a skipped layer, pipeline parallel 2": lambda: across(
             kv_cache_dtype_skip_layers=["0"], pipeline_parallel_size=2
