@@ -36,6 +36,7 @@ def test_register_twice_and_use_the_dtype(version):
         "from vllm.model_executor.model_loader import base_loader, tensorizer_loader, utils\n"
         "from vllm.model_executor.model_loader.weight_cache import ipc_loader\n"
         "builders = {m.initialize_model for m in (base_loader, tensorizer_loader, utils, ipc_loader)}\n"
+        "builders.add(tensorizer_loader.init_tensorizer_model)\n"
         "print('builders', [hasattr(b._int4_asym_original, '_int4_asym_original') for b in builders])\n"
         "from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype as to_dtype\n"
         "print(to_dtype('int4_asym', None))\n"
@@ -43,7 +44,7 @@ def test_register_twice_and_use_the_dtype(version):
     )
     lines = out.splitlines()
     assert lines[:-1] == ["unknown before", "int4_asym fp8", "still strict", "wrapped once True",
-                          "builders [False]", "torch.uint8"]  # fmt: skip
+                          "builders [False, False]", "torch.uint8"]  # fmt: skip
     assert lines[-1].startswith(version)
 
 
