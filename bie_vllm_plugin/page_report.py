@@ -15,9 +15,6 @@ logger = logging.getLogger("vllm.bie_vllm_plugin")
 AUTO_TOKENS = "int4_asym_auto_tokens"
 """Attribute of vLLM's KVCacheConfig: tokens that its pool would hold under `auto`."""
 
-CPU_PAGE_TOKENS, GPU_PAGE_TOKENS = 128, 16
-"""Tokens of vLLM's own pages, where --block-size is left out."""
-
 
 def note_auto(vllm_config: VllmConfig, specs: Sequence[dict[str, Any]], configs: Sequence[Any]) -> None:
     """Leave at every worker's config what the same memory would hold under `auto`, in requests of max_model_len.
@@ -26,9 +23,11 @@ def note_auto(vllm_config: VllmConfig, specs: Sequence[dict[str, Any]], configs:
         specs: per worker {layer: its KVCacheSpec}.
         configs: vLLM's `KVCacheConfig` of each.
     """
+    from bie_vllm_plugin.plan_pool import EngineOptions
+
     length = vllm_config.model_config.max_model_len
     dtype: Any = vllm_config.model_config.dtype
-    tokens = CPU_PAGE_TOKENS if vllm_config.device_config.device_type == "cpu" else GPU_PAGE_TOKENS
+    tokens = EngineOptions(cpu=vllm_config.device_config.device_type == "cpu").page_tokens
     held = [
         config.kv_cache_tensors[0].size
         / auto_request_bytes(layers, length, vllm_config.max_in_flight_tokens, dtype.itemsize, tokens)
