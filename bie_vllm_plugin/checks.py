@@ -15,7 +15,7 @@ import torch
 
 from bie_kernels.layout import HEAD_SIZES, PAGE_TOKENS
 from bie_vllm_plugin.config import DTYPE_NAME, Int4AsymConfig
-from bie_vllm_plugin.model_checks import check_model, has_windows
+from bie_vllm_plugin.model_checks import check_model, has_windows, shares_caches
 
 logger = logging.getLogger("vllm.bie_vllm_plugin")
 
@@ -176,8 +176,8 @@ def _check_speculation(speculation: Any, target: Any) -> None:
         )
     draft = speculation.draft_model_config
     for what, found in (
-        ("layers that read the target's KV cache", speculation.use_gemma4_mtp()),
-        ("layers that share a KV cache", bool(getattr(draft.hf_text_config, "num_kv_shared_layers", 0))),
+        ("the KV cache of other layers", shares_caches(draft)),
+        ("no attention", draft.is_attention_free),
         ("multi-head latent attention", draft.use_mla),
         ("state-space or linear-attention layers", draft.is_hybrid),
         ("chunked local attention", draft.attention_chunk_size is not None),
@@ -230,6 +230,33 @@ def check_layer(selector: Any) -> None:
     ):
         if getattr(selector, attribute, False):
             raise ValueError(f"{DTYPE_NAME} does not support {what}; serve this model with another --kv-cache-dtype.")
+
+
+def check_drafter_layer(name: str, layer: Any, vllm_config: VllmConfig) -> None:
+    """A draft model's layer must be plain full attention with a cache of its own; what its configuration does not tell.
+
+    Called when the draft model is built, before its weights are read (and after the target's
+    are: vLLM builds it then), and once more when everything is loaded.
+
+    Raises:
+        ValueError: it reads the cache of another layer (the target's pages are packed), or attends otherwise.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    if (target := getattr(layer, "kv_sharing_target_layer_name", None)) is not None:
+        raise ValueError(
+            f"the draft model's layer {name} reads the KV cache of {target}, which {DTYPE_NAME} packs; use a draft "
+            "model with a cache of its own or method ngram."
+        )
+    # Layers are asked by their class: what an instance of ours answers is made for other questions.
+    spec = type(layer).get_kv_cache_spec(layer, vllm_config) if isinstance(layer, Attention) else None
+    if type(spec) is not FullAttentionSpec:
+        kind = type(layer if spec is None else spec).__name__
+        raise ValueError(
+            f"the draft model's layer {name} is not plain full attention ({kind}), which {DTYPE_NAME} does not support "
+            "yet; use another draft model or method ngram."
+        )
 
 
 def check_drafter_group(kv_cache_config: Any) -> None:

@@ -49,20 +49,22 @@ def finish_layers(vllm_config: VllmConfig) -> None:
     """Full-precision layers, those of a draft model included, once all layers exist.
 
     A draft model is loaded after the target, so its layers are those that
-    `attach_layers` has not seen; their pages join the body group.
+    `attach_layers` has not seen; their pages join the body group. They are checked
+    again: a loader may have built them by itself, or have changed them while loading.
     """
     from vllm.model_executor.layers.attention import Attention
 
-    from bie_vllm_plugin.window_layer import check_drafter_layer, drafter_spec_of
+    from bie_vllm_plugin.checks import check_drafter_layer
+    from bie_vllm_plugin.window_layer import drafter_spec_of
 
     layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
-    for layer in [layer for layer in layers.values() if isinstance(layer, Attention)]:
+    for name, layer in [(name, layer) for name, layer in layers.items() if isinstance(layer, Attention)]:
         any_layer: Any = layer
         if any_layer.kv_cache_dtype == DTYPE_NAME:
             continue
         any_layer.attn_backend = _block_outermost(any_layer.attn_backend)
         if not hasattr(any_layer, "int4_asym_target"):
-            check_drafter_layer(any_layer)
+            check_drafter_layer(name, any_layer, vllm_config)
             original = type(any_layer).get_kv_cache_spec
             any_layer.get_kv_cache_spec = functools.partial(drafter_spec_of, any_layer, original)
 

@@ -71,7 +71,7 @@ def _reasons(model: ModelConfig) -> list[tuple[str, str]]:
         (text.model_type == "gpt_oss", f"uses learnable attention sinks, {unsupported}", OTHER),
         (_uses_alibi(text), f"uses ALiBi position biases, {unsupported}", OTHER),
         (
-            getattr(text, "num_kv_shared_layers", 0),
+            shares_caches(model),
             f"has layers that share another layer's KV cache, {unsupported} yet",
             OTHER,
         ),
@@ -116,6 +116,12 @@ def _checkpoint_kv_scheme(hf_config: Any) -> Any:
             if source.get(key) is not None:
                 return source[key]
     return None
+
+
+def shares_caches(model: ModelConfig) -> bool:
+    """Whether some layers read the KV cache of others; Gemma-4's drafters (as vLLM calls them) read their target's."""
+    shared = getattr(model.hf_text_config, "num_kv_shared_layers", 0)
+    return bool(shared) or model.hf_config.model_type == "gemma4_mtp"
 
 
 def has_windows(model: ModelConfig) -> bool:

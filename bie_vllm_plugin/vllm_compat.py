@@ -7,12 +7,12 @@ What is wrapped, and why no public way does it:
   configuration before a model is loaded (validation, 64-token blocks);
 * its `get_attn_backend_cls`: backends are chosen per platform, ours by dtype;
 * its `update_block_size_for_backend`: rewrites the block size after loading; the first
-  call after draft models are loaded and the last before layers are asked for specs; a
-  draft model that reads the target's cache is caught here;
+  call after draft models are loaded and the last before layers are asked for specs;
 * its `register_triton_kernel_overrides`: what a worker asks of its platform before it builds
-  anything. It wraps `initialize_model` of the loaders: layers exist there and no weight is read yet,
-  so a model that brings its own backend (or wraps ours, or drops the cache settings), which never
-  asks the platform, is caught;
+  anything. It wraps `initialize_model` and `init_tensorizer_model` of the loaders: layers exist there
+  and none of their weights is read yet, so a model that brings its own backend (or wraps ours, or
+  drops the cache settings), which never asks the platform, is caught, and so is a drafter whose
+  layers are not plain full attention with a cache of their own;
 * its `register_custom_kv_cache_specs`: public hook for platforms, run in the
   process of the scheduler with the engine's config; it also installs
 * `Executor.get_supported_kv_cache_layouts` (ranks with other backends agree),
@@ -116,7 +116,7 @@ def _wrap_function(module: Any, name: str, wrapper: Any, where: str = "vllm.v1."
 
     setattr(wrapped, _MARK, original)
     for other in [other for key, other in sys.modules.items() if key.startswith(where)]:
-        if vars(other).get(name) is original:
+        if getattr(other, "__dict__", {}).get(name) is original:
             setattr(other, name, wrapped)
 
 
@@ -154,21 +154,30 @@ def _before_models(original: Any) -> None:
 
 
 def _wrap_initialize_model() -> None:
-    """Check the layers as soon as they exist."""
-    from vllm.config import VllmConfig
+    """Check the layers as soon as they exist; tensorizer's own format builds its models by a function of its own."""
     from vllm.model_executor.model_loader import tensorizer, utils
 
-    def checked(original: Any, *args: Any, **kwargs: Any) -> Any:
-        model = original(*args, **kwargs)
-        vllm_config = kwargs.get("vllm_config") or next(x for x in args if isinstance(x, VllmConfig))
-        if uses_int4_asym(vllm_config):  # of a drafter it says `auto`
-            from bie_vllm_plugin.checks import check_built_layers
+    for module, name in ((utils, "initialize_model"), (tensorizer, "init_tensorizer_model")):
+        _wrap_function(module, name, _built_and_checked, "")  # loaders of plugins imported it by name, too
 
-            check_built_layers(vllm_config)
-        return model
 
-    _wrap_function(utils, "initialize_model", checked, "vllm.model_executor.")
-    _wrap_function(tensorizer, "init_tensorizer_model", checked, "vllm.model_executor.")
+def _built_and_checked(original: Any, vllm_config: VllmConfig, **kwargs: Any) -> Any:
+    layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context  # a drafter's join the target's
+    known = set(layers)
+    model = original(vllm_config=vllm_config, **kwargs)
+    if uses_int4_asym(vllm_config):
+        from bie_vllm_plugin.checks import check_built_layers
+
+        check_built_layers(vllm_config)
+    elif any(getattr(layers[name], "kv_cache_dtype", None) == DTYPE_NAME for name in known):  # a drafter's says `auto`
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+        from bie_vllm_plugin.checks import check_drafter_layer
+
+        for name, layer in layers.items():
+            if name not in known and isinstance(layer, AttentionLayerBase):
+                check_drafter_layer(name, layer, vllm_config)
+    return model
 
 
 def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:

@@ -114,32 +114,9 @@ def dense_spec_of(layer: Any, original: Any, vllm_config: VllmConfig) -> KVCache
     return replace_as(spec, BodySpec, block_size=PAGE_TOKENS)
 
 
-def check_drafter_layer(layer: Any) -> None:
-    """A draft model's layer must keep a cache of its own.
-
-    Raises:
-        ValueError: it reads the cache of a layer of the target, whose pages are packed.
-    """
-    if (target := layer.kv_sharing_target_layer_name) is not None:
-        raise ValueError(
-            f"the draft model's layer {layer.layer_name} reads the KV cache of {target}, which int4_asym packs; "
-            "use a draft model with a cache of its own or method ngram."
-        )
-
-
 def drafter_spec_of(layer: Any, original: Any, vllm_config: VllmConfig) -> DrafterSpec:
-    """Spec of a draft model's layer: full precision in the pages of the body group.
-
-    Raises:
-        ValueError: the layer does not attend to the whole context.
-    """
-    spec = original(layer, vllm_config)
-    if type(spec) is not FullAttentionSpec:
-        raise ValueError(
-            f"the draft model's layer {layer.layer_name} is not plain full attention ({type(spec).__name__}), which "
-            "int4_asym does not support yet; use another draft model or method ngram."
-        )
-    return replace_as(spec, DrafterSpec, block_size=PAGE_TOKENS)
+    """Spec of a draft model's layer, checked before: full precision in the pages of the body group."""
+    return replace_as(original(layer, vllm_config), DrafterSpec, block_size=PAGE_TOKENS)
 
 
 def sliding_spec_of(layer: Any, original: Any, vllm_config: VllmConfig) -> KVCacheSpec | None:

@@ -155,13 +155,17 @@ BAD_ENGINES = {
         "", {"speculative_config": {"method": "draft_model", "model": "HYBRID", "num_speculative_tokens": 2}},
         ["the draft model", "uses state-space or linear-attention layers", "method ngram"],
     ),
-    "drafter that reads the target's cache": (
-        "", {"speculative_config": {"model": "ASSISTANT", "num_speculative_tokens": 2}},
-        ["the draft model", "uses layers that read the target's KV cache", "method ngram"],
+    "draft model without attention": (
+        "", {"speculative_config": {"method": "draft_model", "model": "MAMBA", "num_speculative_tokens": 2}},
+        ["the draft model", "uses no attention", "method ngram"],
     ),
-    "draft model that shares caches": (
-        "", {"speculative_config": {"method": "draft_model", "model": "SHARING", "num_speculative_tokens": 2}},
-        ["the draft model", "uses layers that share a KV cache", "method ngram"],
+    "draft model with shared caches": (
+        "", {"speculative_config": {"method": "draft_model", "model": "SHARED", "num_speculative_tokens": 2}},
+        ["the draft model", "uses the KV cache of other layers", "method ngram"],
+    ),
+    "draft head that reads its target's cache": (
+        "", {"speculative_config": {"method": "mtp", "model": "ASSISTANT", "num_speculative_tokens": 1}},
+        ["the draft model", "uses the KV cache of other layers", "method ngram"],
     ),
     "medusa": (
         "", {"speculative_config": {"method": "medusa", "model": "MEDUSA", "num_speculative_tokens": 2}},
@@ -221,15 +225,17 @@ def refusals(model_64, model_1kv, tmp_path_factory) -> dict[str, str]:
             base / "lfm2", architectures=["Lfm2ForCausalLM"], model_type="lfm2",
             layer_types=["conv", "full_attention"], **small
         ),
+        "MAMBA": config_only(base / "mamba", architectures=["MambaForCausalLM"], model_type="mamba", **small),
+        "SHARED": config_only(
+            base / "gemma4", architectures=["Gemma4ForCausalLM"], model_type="gemma4_text", head_dim=64,
+            num_kv_shared_layers=1, layer_types=["full_attention"] * 2, **small
+        ),
         "ASSISTANT": config_only(
             base / "assistant", architectures=["Gemma4AssistantForCausalLM"], model_type="gemma4_assistant",
-            backbone_hidden_size=256,
-            text_config={"model_type": "gemma4_text", "hidden_size_per_layer_input": 0,
-                         "vocab_size_per_layer_input": 0, **small},
-        ),
-        "SHARING": config_only(
-            base / "gemma4", architectures=["Gemma4ForCausalLM"], model_type="gemma4_text", num_kv_shared_layers=1,
-            hidden_size_per_layer_input=0, **small,
+            text_config={
+                "model_type": "gemma4_text", "head_dim": 64, "layer_types": ["full_attention"] * 2,
+                "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 2, **small
+            },
         ),
         "MEDUSA": config_only(base / "medusa", architectures=["MedusaModel"], model_type="medusa", **small),
     }
@@ -280,16 +286,6 @@ def test_settings_enter_the_key_of_the_compile_cache(refusals):
     """vLLM names its folder of compiled graphs by this hash of the configuration."""
     keys = [refusals[case] for case in GOOD_ENGINES if case.startswith("settings")]
     assert len(keys) == 8 and keys[0] == keys[1] and len(set(keys)) == 7
-
-
-def test_drafters_that_read_the_targets_cache_are_refused():
-    from types import SimpleNamespace
-
-    from bie_vllm_plugin.window_layer import check_drafter_layer
-
-    check_drafter_layer(SimpleNamespace(layer_name="draft.0", kv_sharing_target_layer_name=None))
-    with pytest.raises(ValueError, match="draft.0 reads the KV cache of model.layers.3"):
-        check_drafter_layer(SimpleNamespace(layer_name="draft.0", kv_sharing_target_layer_name="model.layers.3"))
 
 
 LAYER_FEATURES = {
@@ -357,6 +353,65 @@ def test_built_layers():
         with pytest.raises(ValueError, match="another --kv-cache-dtype") as error:
             check_built_layers(config_with(layer))
         assert all(word in str(error.value) for word in words), error.value
+
+
+DRAFTER_LAYERS = {
+    "plain": ({}, None),
+    "the target's cache": (
+        {"kv_sharing_target_layer_name": "model.layers.3.self_attn.attn"},
+        "draft.layers.0 reads the KV cache of model.layers.3.self_attn.attn, which int4_asym packs; use a draft model",
+    ),
+    "a window": ({"window": 64}, "draft.layers.0 is not plain full attention (SlidingWindowSpec), which int4_asym"),
+    "encoder": ({"attn_type": "encoder_only"}, "draft.layers.0 is not plain full attention (Attention), which"),
+}
+
+
+@pytest.mark.parametrize("builder", ["initialize_model", "init_tensorizer_model"])
+@pytest.mark.parametrize("case", DRAFTER_LAYERS)
+def test_drafters_are_refused_before_their_weights_are_read(case, builder, monkeypatch):
+    """vLLM's own loaders up to where they read weights, with a drafter that its configuration does not give away."""
+    from types import SimpleNamespace as Namespace
+
+    import torch
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader import base_loader, tensorizer_loader
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from bie_vllm_plugin.vllm_compat import _built_and_checked
+
+    features, sentence = DRAFTER_LAYERS[case]
+    config = config_with(built())  # the target's layer is there
+    config.cache_config = Namespace(cache_dtype="auto", block_size=64, skip_page_size_padded=None)
+    config.device_config, config.load_config = Namespace(device="cpu"), Namespace(device=None)
+    config.quant_config, config.parallel_config = None, Namespace(tensor_parallel_size=1)
+    config.kernel_config = None
+
+    def build(vllm_config, **kwargs):
+        layer = built(dtype="auto", backend=CPUAttentionBackend, window=features.get("window"))
+        layer.__dict__.update(num_kv_heads=2, head_size=64, head_size_v=64, kv_cache_torch_dtype=torch.float32)
+        layer.__dict__.update({"kv_sharing_target_layer_name": None, **features})
+        vllm_config.compilation_config.static_forward_context["draft.layers.0"] = layer
+        vllm_config.compilation_config.static_forward_context["draft.experts"] = torch.nn.Linear(1, 1)  # no attention
+        return torch.nn.Linear(1, 1)
+
+    def weights(*args, **kwargs):
+        raise RuntimeError("weights are read")
+
+    module, loader = (
+        (base_loader, base_loader.BaseModelLoader) if builder == "initialize_model"
+        else (tensorizer_loader, tensorizer_loader.TensorizerLoader)
+    )  # fmt: skip
+    monkeypatch.setattr(module, builder, lambda **kwargs: _built_and_checked(build, **kwargs))
+    monkeypatch.setattr(tensorizer_loader, "is_vllm_tensorized", lambda config: True)
+    monkeypatch.setattr(tensorizer_loader.TensorizerLoader, "_patch_tensorizer_config", lambda self, model: None)
+    kind = type("Loader", (loader,), {"load_weights": weights, "download_model": weights})
+    extra = {"model_loader_extra_config": {"tensorizer_config": {"tensorizer_uri": "model.tensors"}}}
+    error, words = (RuntimeError, "weights are read") if sentence is None else (ValueError, sentence)
+    with pytest.raises(error) as raised:
+        kind(LoadConfig(**extra)).load_model(
+            vllm_config=config, model_config=Namespace(dtype=torch.float32, quantization=None)
+        )
+    assert words in str(raised.value) and (sentence is None or "method ngram" in str(raised.value))
 
 
 def test_the_log_says_that_nothing_is_quantised(monkeypatch, caplog):

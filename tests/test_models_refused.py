@@ -6,6 +6,7 @@ The folders hold a config.json and nothing else, or weights that no loader can r
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -136,16 +137,40 @@ def test_models_refused_by_their_configuration(by_config, case):
     assert BY_CONFIG[case][3] in sentence and AUTO in sentence and "int4_asym" in message, message
 
 
+TENSORIZER = '''
+class TensorDeserializer:
+    def __init__(self, *args, lazy_load=False, **kwargs):
+        if not lazy_load:  # lazily it tells which tensors there are
+            raise RuntimeError("weights are read")
+    def __contains__(self, name):
+        return name == ".vllm_tensorized_marker"
+DecryptionParams = EncryptionParams = TensorSerializer = None
+'''
+"""In place of the library: a file in vLLM's own format, whose tensors nobody may read."""
+
+
 @pytest.mark.engine
 def test_models_refused_by_their_layers(tmp_path):
-    """With the real loader and weights that cannot be read; a model that is served gets as far as those."""
+    """With the real loaders and weights that cannot be read; a model that is served gets as far as those."""
     cases = {**BY_LAYER, "served": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 64})}
-    folders = [folder_of(tmp_path, name, *case[:3]) for name, case in cases.items()]
-    for folder in folders:
+    folders = {name: folder_of(tmp_path, name, *case[:3]) for name, case in cases.items()}
+    for folder in folders.values():
         (Path(folder) / "model.safetensors").write_bytes(b"not weights")
-    *results, served = run_engines([{"llm": llm(f, max_model_len=512), "steps": []} for f in folders])
+        (Path(folder) / "model.tensors").write_bytes(b"")
+    library = tmp_path / "library" / "tensorizer"
+    library.mkdir(parents=True)
+    (library / "__init__.py").write_text(TENSORIZER)
+    (library / "stream_io.py").write_text("import contextlib\nopen_stream = lambda *a, **k: contextlib.nullcontext()")
+    (library / "utils.py").write_text("convert_bytes = no_init_or_tensor = str\nget_mem_usage = lambda: 0")
+    engines = [llm(f, max_model_len=512) for f in folders.values()]
+    engines += [llm(folders[name], max_model_len=512, load_format="tensorizer") for name in ("Falcon", "served")]
+    path = os.pathsep.join(filter(None, [str(library.parent), os.environ.get("PYTHONPATH")]))
+    runs = run_engines([{"llm": engine, "steps": []} for engine in engines], PYTHONPATH=path)
+    *results, served, tensorized_falcon, tensorized_served = runs
     assert "header" in served["error"], served
-    for (name, case), result in zip(BY_LAYER.items(), results, strict=True):
+    assert "access accelerator device" in tensorized_served["error"]  # about to read them, which wants a GPU
+    for name, result in [*zip(BY_LAYER, results, strict=True), ("Falcon", tensorized_falcon)]:
         assert isinstance(result, dict), f"{name} was accepted"
-        assert all(word in result["error"] for word in (*case[3], "another --kv-cache-dtype")), (name, result["error"])
+        words = (*BY_LAYER[name][3], "another --kv-cache-dtype")
+        assert all(word in result["error"] for word in words), (name, result["error"])
         assert result["error"].count("\n") == 0 and len(result["error"]) < 400
