@@ -3,7 +3,7 @@
 
     python eval/speed.py --model smollm2                          # a CPU's small grid
     python eval/speed.py --model M --formats auto,fp8,int4_asym   # on a GPU: batches 1 to 64, contexts 1k to 64k
-    python eval/speed.py --model 8b --graphs --kv-memory 26 --time-limit 230 --formats auto,fp8,int4_asym
+    python eval/speed.py --model 8b --graphs --kv-memory 24 --long 40000 --time-limit 230
                                                                   # Llama-3.1-8B's shape, random weights, one H200
 
 First the gate: attention that differs from the oracle is not timed. Then one engine per format
