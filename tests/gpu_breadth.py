@@ -75,7 +75,7 @@ def scored(run: list[dict], scores: list[dict], control: dict | None = None) -> 
     pairs = [(r["logprobs"], s["prompt_logprobs"][-len(r["tokens"]) :]) for r, s in zip(run, scores, strict=True)]
     difference = np.abs(np.concatenate([np.subtract(*pair) for pair in pairs]))
     noise = control or {"median": 0.0, "max": 0.0}
-    bounds = max(0.02, 2 * min(0.05, noise["median"])), 0.6
+    bounds = min(0.05, max(0.02, 2 * noise["median"])), 0.6
     ok = np.isfinite(difference).all() and np.median(difference) < bounds[0] and difference.max() < bounds[1]
     return {"ok": bool(ok), "median": float(np.median(difference)), "max": float(difference.max())}
 
