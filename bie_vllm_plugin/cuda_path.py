@@ -235,15 +235,13 @@ def workspace_bytes(
     """
     requests = vllm_config.scheduler_config.max_num_seqs
     size = max(
-        max(
-            decode.workspace_bytes(
-                requests, layer.num_heads, layer.head_size_v, min(q_tokens, MAX_VERIFY_TOKENS),
-                kv_heads=layer.num_kv_heads,
-            ),
-            prefill.workspace_bytes(layer.head_size_v),
+        decode.workspace_bytes(
+            requests, layer.num_heads, layer.head_size_v, min(q_tokens, MAX_VERIFY_TOKENS),
+            kv_heads=layer.num_kv_heads,
         )
         for layer in layers
     )  # fmt: skip
+    size = max(size, prefill.workspace_bytes(max(layer.head_size_v for layer in layers)))
     if limits is None:
         return size
     return max(size, *(

@@ -115,7 +115,7 @@ def _wrap_function(module: Any, name: str, wrapper: Any, where: str = "vllm.v1."
         return wrapper(original, *args, **kwargs)
 
     setattr(wrapped, _MARK, original)
-    for other in [other for key, other in sys.modules.items() if key.startswith(where)]:
+    for other in [other for key, other in list(sys.modules.items()) if key.startswith(where)]:
         if getattr(other, "__dict__", {}).get(name) is original:
             setattr(other, name, wrapped)
 

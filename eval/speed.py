@@ -296,9 +296,10 @@ def main(argv: list[str] | None = None) -> int:
         result["engine"] = records
         out.write_text(json.dumps(result, indent=1) + "\n")
 
-    result["attention"], refusal = attention(args, args.time_limit)
+    timed, refusal = attention(args, args.time_limit)
+    result["attention"] = timed or result.get("attention", [])  # none: the gate did not end, and what is stored stays
     save(result["engine"])
-    for r in result["attention"]:
+    for r in timed:
         print(json.dumps(r))
     if refusal:
         print(f"speed.py: {refusal}", file=sys.stderr)
@@ -317,7 +318,8 @@ def main(argv: list[str] | None = None) -> int:
             clock.cancel()
     print(table(list(grid.records.values())))
     if grid.stopped:
-        left = sum(len(labels) for *_, labels in grid.missing([fmt.label for fmt in formats]))
+        wanted = [(fmt.label, b, n) for fmt in formats for b in args.batches for n in args.contexts]
+        left = sum(cell not in grid.records for cell in wanted)
         print(f"speed.py: the time limit of {args.time_limit:g} s was reached, {left} are missing.", file=sys.stderr)
     return 0
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from bench_cases import RECENT, SINK
+
 GATE = 1e-4
 """Largest relative error against the oracle, fp32."""
-
-SINK, RECENT = 8, 128
 
 
 def attention_case(

@@ -51,7 +51,8 @@ class Worker:
                 self.error = record["error"]
         if not self.error:
             lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-            self.error = f"{lines[-1][:300] if lines else 'no message'} (log: {self.log})"
+            self.error = lines[-1][:300] if lines else "no message"
+        print(f"speed.py: an engine ended, its log: {self.log}", file=sys.stderr)
         return {}
 
     def ask(self, **cell: Any) -> dict[str, Any]:

@@ -115,12 +115,23 @@ def sleep_and_wake() -> dict:
     return {**result, "ok": result["ok"] and dropped and pool["referenced"] == 0, "slept": run[1], "pool": pool}
 
 
+def lacking(*packages: str, gpus: int = 1) -> dict | None:
+    """The result of a check that cannot run here; None where it can."""
+    import torch
+
+    if torch.cuda.device_count() < gpus:
+        return {"ok": True, "skipped": f"{torch.cuda.device_count()} GPUs"}
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return {"ok": True, "skipped": f"{' and '.join(missing)} is not installed"} if missing else None
+
+
+def bitsandbytes() -> dict:
+    """A plugin serves it from vLLM 0.33 on."""
+    return lacking("bitsandbytes", "vllm_bnb_plugin") or quantised("bitsandbytes")
+
+
 def quantised(method: str) -> dict:
     """Weights that vLLM quantises while loading: the cache does not notice."""
-    if method == "bitsandbytes":  # a plugin serves it from vLLM 0.33 on
-        missing = [name for name in ("bitsandbytes", "vllm_bnb_plugin") if importlib.util.find_spec(name) is None]
-        if missing:
-            return {"ok": True, "skipped": f"{' and '.join(missing)} is not installed"}
     return against_auto(tiny_model(FOLDER, "gqa"), quantization=method)
 
 
@@ -180,10 +191,8 @@ def across(**kwargs) -> dict:
     Sums in another order flip codes of INT4, so that two texts differ by more than under `auto`; by how much, chunks
     of 64 on one GPU say. With all in 16 bits the difference must be as small as `auto`'s.
     """
-    import torch
-
-    if torch.cuda.device_count() < 2:
-        return {"ok": True, "skipped": "one GPU"}
+    if skipped := lacking(gpus=2):
+        return skipped
     model = tiny_model(FOLDER, "gqa")
     alone = {key: value for key, value in kwargs.items() if not key.endswith("parallel_size")}
     engines = {"chunks": gpu(model, **alone, max_num_batched_tokens=64)}
@@ -200,12 +209,8 @@ def across(**kwargs) -> dict:
 
 def ray_executor() -> dict:
     """Tensor parallel 2 on Ray's workers and on vLLM's own."""
-    import torch
-
-    if torch.cuda.device_count() < 2:
-        return {"ok": True, "skipped": "one GPU"}
-    if importlib.util.find_spec("ray") is None:
-        return {"ok": True, "skipped": "ray is not installed"}
+    if skipped := lacking("ray", gpus=2):
+        return skipped
     model = tiny_model(FOLDER, "gqa")
     two = lambda executor: gpu(model, distributed_executor_backend=executor, tensor_parallel_size=2)
     runs = together({executor: two(executor) for executor in ("ray", "mp")}, [generate(PROMPTS)])
@@ -225,7 +230,7 @@ def checks() -> dict:
         **{f"model {name}": lambda name=name: like_auto(name) for name in MODELS},
         "sleep and wake up": sleep_and_wake,
         "weights fp8": lambda: quantised("fp8"),
-        "weights bitsandbytes": lambda: quantised("bitsandbytes"),
+        "weights bitsandbytes": bitsandbytes,
         "weights awq": lambda: packed("awq"),
         "weights gptq": lambda: packed("gptq"),
         "images = auto": images,

@@ -57,7 +57,7 @@ PLAIN_SPILLS = {
 }  # fmt: skip
 """Bytes of stack of the plain kernel in the matrix, by size and variant: the most on any card (Triton 3.9).
 
-Its one warp had better spill than wait at barriers. No named build spills.
+Its few warps had better spill than wait at barriers (NOTES.md, version 10). No named build spills.
 """
 
 KEYS_SPILLS = 24

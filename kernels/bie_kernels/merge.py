@@ -73,7 +73,8 @@ def merge(
 
     Args:
         plan: int32 plan whose first R + 1 numbers are the requests' first items; unused
-            when every request has `splits` items.
+            when every request has `splits` items. It is read before the preceding launch has ended,
+            so that one must not write it.
         acc: fp32 [items, H, rows, E]; peak, total: fp32 [items, H, rows] (base-2 logits).
         out: [R * q_len, H * G, E], written; rows are (query token, head of the group).
 

@@ -32,7 +32,7 @@ from bie_kernels.tiles import (
     softmax_step,
     window_mask,
 )
-from bie_kernels.tuning import choices, interpreted, multiprocessors, power_of_2, prefill_tile
+from bie_kernels.tuning import SMALL_GROUP_ROWS, choices, interpreted, multiprocessors, power_of_2, prefill_tile
 
 MAX_SPLITS = 16
 """Programs that share the pages of one tile."""
@@ -180,7 +180,7 @@ def workspace_bytes(head_size_v: int, *, device: torch.device | str = "cuda") ->
     device = torch.device(device)
     chosen = choices(device)
     programs = chosen.prefill_programs_per_sm * multiprocessors(device)
-    return 4 * programs * chosen.prefill_rows * (head_size_v + 2)
+    return 4 * programs * max(chosen.prefill_rows, SMALL_GROUP_ROWS) * (head_size_v + 2)
 
 
 def prefill(

@@ -46,7 +46,8 @@ class Choices:
             some cards, and spills for them.
         decode_stages: pages in flight in the plain decode kernel.
         decode_wide_warps: its warps for up to 8 rows of more than 128 channels. One is faster on an H200 and keeps 64
-            to 300 bytes a thread in memory there, 1.4 KB on older cards with Triton 3.6; two keep 16 at most, or 208.
+            to 300 bytes a thread in memory there, 1.4 KB on older cards with Triton 3.6. Two keep 16 at most, but
+            208 on 8.0 with Triton 3.6.
         prefill_rows, prefill_warps, prefill_stages: of a prefill program.
         prefill_programs_per_sm: with fewer tiles than that, pages are split over more programs.
     """
@@ -254,6 +255,10 @@ def decode_programs(rows: int, head_size: int, device: torch.device) -> int:
 
 
 # -- prefill ------------------------------------------------------------------
+SMALL_GROUP_ROWS = 32
+"""Rows of a prefill program with groups of 32."""
+
+
 @dataclass(frozen=True)
 class PrefillTile:
     """Rows of a prefill program (queries x GQA), its warps and stages; programs of a multiprocessor."""
@@ -282,7 +287,7 @@ def _prefill_tile(card: Card, layout: PageLayout) -> PrefillTile:
     rows, warps, stages = chosen.prefill_rows, chosen.prefill_warps, chosen.prefill_stages
     if layout.group_size == 32:
         # Triton 3.6 miscompiles the wgmma products of 32 channels: two warps take mma.sync.
-        rows, warps, stages = 32, 2, 1
+        rows, warps, stages = SMALL_GROUP_ROWS, 2, 1
     while (need := prefill_shared(layout, rows)) > shared * 1024:
         if rows <= 16:
             raise ValueError(
