@@ -366,6 +366,36 @@ DRAFTER_LAYERS = {
 }
 
 
+def drafter_layer(features):
+    import torch
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    layer = built(dtype="auto", backend=CPUAttentionBackend, window=features.get("window"))
+    layer.__dict__.update(num_kv_heads=2, head_size=64, head_size_v=64, kv_cache_torch_dtype=torch.float32)
+    layer.__dict__.update({"kv_sharing_target_layer_name": None, **features})
+    return layer
+
+
+@pytest.mark.parametrize("case", DRAFTER_LAYERS)
+def test_layers_that_a_loader_has_changed_are_refused_as_well(case):
+    """A drafter's layers are asked once more when everything is loaded."""
+    from types import SimpleNamespace as Namespace
+
+    from bie_vllm_plugin.layers import finish_layers
+
+    features, sentence = DRAFTER_LAYERS[case]
+    config = config_with(built())
+    config.cache_config = Namespace(cache_dtype="auto", block_size=64, skip_page_size_padded=None)
+    layer = config.compilation_config.static_forward_context["draft.layers.0"] = drafter_layer(features)
+    if sentence is None:
+        finish_layers(config)
+        assert layer.get_kv_cache_spec.args == (layer, type(layer).get_kv_cache_spec)
+    else:
+        with pytest.raises(ValueError) as raised:
+            finish_layers(config)
+        assert sentence in str(raised.value)
+
+
 @pytest.mark.parametrize("builder", ["initialize_model", "init_tensorizer_model"])
 @pytest.mark.parametrize("case", DRAFTER_LAYERS)
 def test_drafters_are_refused_before_their_weights_are_read(case, builder, monkeypatch):
@@ -375,7 +405,6 @@ def test_drafters_are_refused_before_their_weights_are_read(case, builder, monke
     import torch
     from vllm.config import LoadConfig
     from vllm.model_executor.model_loader import base_loader, tensorizer_loader
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     from bie_vllm_plugin.vllm_compat import _built_and_checked
 
@@ -387,10 +416,7 @@ def test_drafters_are_refused_before_their_weights_are_read(case, builder, monke
     config.kernel_config = None
 
     def build(vllm_config, **kwargs):
-        layer = built(dtype="auto", backend=CPUAttentionBackend, window=features.get("window"))
-        layer.__dict__.update(num_kv_heads=2, head_size=64, head_size_v=64, kv_cache_torch_dtype=torch.float32)
-        layer.__dict__.update({"kv_sharing_target_layer_name": None, **features})
-        vllm_config.compilation_config.static_forward_context["draft.layers.0"] = layer
+        vllm_config.compilation_config.static_forward_context["draft.layers.0"] = drafter_layer(features)
         vllm_config.compilation_config.static_forward_context["draft.experts"] = torch.nn.Linear(1, 1)  # no attention
         return torch.nn.Linear(1, 1)
 

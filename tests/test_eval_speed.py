@@ -73,6 +73,7 @@ class FakeWorker:
 
     asked: list[tuple[str, int, int, int]] = []
     starts = 0
+    dies = True
 
     def __init__(self, llm: dict, log: Path, env: dict) -> None:
         self.name, self.error, self.facts = llm["kv_cache_dtype"], "", {}
@@ -85,7 +86,7 @@ class FakeWorker:
         self.asked.append((self.name, batch, context, seed))
         if self.name == "fp8" and batch == 2:
             return {"did_not_run": "too many"}
-        if self.name == "fp8":
+        if self.name == "fp8" and self.dies:
             self.error = "it died"
             return {}
         return {
@@ -174,3 +175,29 @@ def test_engine_grid(model_64, tmp_path):
     assert int4["tokens_that_fit"] > auto["tokens_that_fit"]
     assert "do not fit into a pool of" in records["auto", 8]["did_not_run"]
     assert "did_not_run" not in records["int4_asym", 8]
+
+
+def test_a_batch_that_does_not_fit_is_said_and_asked_again(model_64, tmp_path, monkeypatch, capsys):
+    """Its engine goes on with what fits; a resumed run asks for that cell alone, with one engine."""
+    monkeypatch.setattr(speed, "attention", lambda args, limit: ([], ""))
+    monkeypatch.setattr(speed, "Worker", FakeWorker)
+    monkeypatch.setattr(FakeWorker, "asked", [])
+    monkeypatch.setattr(FakeWorker, "starts", 0)
+    monkeypatch.setattr(FakeWorker, "dies", False)
+    out = tmp_path / "speed.json"
+    arguments = [
+        "--model", model_64, "--formats", "fp8", "--batches", "1,2", "--contexts", "256,512", "--rounds", "1",
+        "--long", "4096", "--out", str(out),
+    ]  # fmt: skip
+    assert speed.main(arguments) == 0
+    records = {(r["batch"], r["context"]): r for r in json.loads(out.read_text())["engine"]}
+    assert {key for key, r in records.items() if "did_not_run" in r} == {(2, 256), (2, 512)}
+    assert records[1, 512]["ttft_cold_s"] == 1 and records[2, 512]["did_not_run"] == "too many"
+    # Each cell is warmed up once and measured once; what does not fit is asked once.
+    asked = [cell[1:3] for cell in FakeWorker.asked if cell[0] == "fp8"]
+    assert sorted(asked) == [(1, 256), (1, 256), (1, 512), (1, 512), (2, 256), (2, 512)]
+    assert "did not run: too many" in capsys.readouterr().out
+
+    FakeWorker.asked.clear()
+    assert speed.main(arguments) == 0
+    assert [cell[:3] for cell in FakeWorker.asked] == [("fp8", 2, 256), ("fp8", 2, 512)] and FakeWorker.starts == 3
