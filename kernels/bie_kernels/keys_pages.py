@@ -18,11 +18,14 @@ from bie_kernels.gluon_tiles import (
     slots_to_tokens,
     value_tile,
 )
-from bie_kernels.keys_queries import query_tile
+from bie_kernels.keys_queries import query_rows
 from bie_kernels.keys_tiles import (
+    HALF_CHUNK_COLUMNS,
+    HALF_CHUNK_META,
     KEY_META,
     MINIMA,
     STATS,
+    halves_sum,
     key_operand,
     over_blocks,
     row_blocks,
@@ -88,20 +91,32 @@ def _key_meta(ring_km, stage, row: gl.constexpr, chunk: gl.constexpr):
 
 
 @gluon.jit
+def _half_chunks(ring_km, stage, row: gl.constexpr, chunk: gl.constexpr):
+    """fp16 metadata of a chunk as B operand [16, 8]: channels 0 to 15 in columns 0 to 3, 16 to 31 in the others."""
+    x = ring_km.index(stage).slice(row, 4, 0).slice(8 * chunk, 8, 1).load(HALF_CHUNK_META)
+    x = gl.reshape(x.to(gl.float16, bitcast=True), [4, 2, 2, 2])  # t, i1, i0, e
+    x = gl.reshape(gl.permute(x, [2, 0, 3, 1]), [16, 2])
+    x = gl.convert_layout(x, gl.SliceLayout(2, HALF_CHUNK_COLUMNS), assert_trivial=True)
+    x = gl.reshape(gl.expand_dims(x, 2).broadcast_to([16, 2, 4]), [16, 8])
+    return gl.convert_layout(x, OPERAND_B, assert_trivial=True)
+
+
+@gluon.jit
 def page_scores(
     ring_q, ring_k, ring_km, stage, start,
     D: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr, T: gl.constexpr, LOAD: gl.constexpr,
 ):  # fmt: skip
     """Products of the codes with the scaled queries, T of [64 keys, 8 rows], and what the minima add, T of [8, 8].
 
-    start: what the products are added to, or () for 0.
+    start: what the products are added to, or () for 0. One product of queries and minima takes 32 channels: see
+    `halves_sum`.
     """
     scores = start
     bias = ()
     for _ in gl.static_range(T):
         if len(start) == 0:
             scores = scores + (gl.full([PAGE, 8], 0.0, gl.float32, MMA),)
-        bias = bias + (gl.full([8, 8], 0.0, gl.float32, STATS),)
+        bias = bias + (gl.full([16, 8], 0.0, gl.float32, MMA),)
     WORDS: gl.constexpr = HALF // 32
     for part in gl.static_range(PARTS):
         codes = ring_k.index(stage * PARTS + part).reshape([4 * PAGE, HALF // 16])  # [token and t, its words]
@@ -113,20 +128,21 @@ def page_scores(
                         barrier()
                     words = split_words(codes.slice(2 * word, 2 * LOAD, 1).load(word_rows(LOAD)), LOAD)
                 scale = _key_meta(ring_km, stage, 4 * part, word)
-                minimum = _key_meta(ring_km, stage, 4 * (PARTS + part), word)
                 scale = gl.convert_layout(scale, gl.SliceLayout(1, OPERAND_B), assert_trivial=True)
-                minimum = gl.convert_layout(minimum, gl.SliceLayout(0, rows_layout(8, 32)), assert_trivial=True)
-                minima = gl.expand_dims(minimum, 0).broadcast_to([8, 32])
+                minima = _half_chunks(ring_km, stage, 4 * (PARTS + part), word)
                 keys = key_operand(words[word % LOAD])
                 new_scores = ()
                 new_bias = ()
                 for tile in gl.static_range(T):
-                    q = query_tile(ring_q, tile, part * WORDS + word, gl.float16)
-                    new_bias = new_bias + (small_mma(minima, q, bias[tile]),)
+                    q, rows = query_rows(ring_q, tile, part * WORDS + word)
+                    new_bias = new_bias + (mma_v2(rows, minima, bias[tile]),)
                     new_scores = new_scores + (mma_v2(keys, q * gl.expand_dims(scale, 1), scores[tile]),)
                 scores = new_scores
                 bias = new_bias
-    return scores, bias
+    sums = ()
+    for tile in gl.static_range(T):
+        sums = sums + (halves_sum(bias[tile]),)
+    return scores, sums
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from bie_kernels.gluon_tiles import CHUNKS, rows_layout
+from bie_kernels.gluon_tiles import CHUNKS, OPERAND_A, OPERAND_B, rows_layout
 from bie_kernels.keys_tiles import query_operand
 from bie_kernels.tiles import LEAST_POWER
 
@@ -44,10 +44,10 @@ def store_queries(
     queries, ring_q, ring_f, first: gl.constexpr, log_scale, HALF: gl.constexpr, PARTS: gl.constexpr, T: gl.constexpr,
     RAW: gl.constexpr,
 ):  # fmt: skip
-    """Tiles from `load_queries` to shared memory, from tile `first` on, as B fragments of 32 channels.
+    """Tiles from `load_queries` to shared memory, from tile `first` on, as fragments of 32 channels.
 
-    RAW: as they are. Otherwise fp16, a power of two taken off each row; ring_f gets what the scores must be
-    multiplied with.
+    RAW: as they are, fragments of B. Otherwise fragments of A, fp16, a power of two taken off each row; ring_f gets
+    what the scores must be multiplied with.
     """
     BD: gl.constexpr = HALF * PARTS
     for tile in gl.static_range(T):
@@ -60,11 +60,27 @@ def store_queries(
             q = (wide / gl.expand_dims(power, 1)).to(gl.float16)
             ring_f.index(first + tile).store(power * log_scale)
         bits = gl.reshape(q.to(gl.int16, bitcast=True), [8, BD // 32, 2, 2, 4, 2])  # g, chunk, i1, i0, t, e
-        bits = gl.reshape(gl.permute(bits, [1, 0, 4, 2, 3, 5]), [8 * BD])
-        ring_q.index(first + tile).store(bits)
+        if RAW:
+            bits = gl.permute(bits, [1, 0, 4, 2, 3, 5])
+        else:
+            bits = gl.permute(bits, [1, 0, 4, 3, 2, 5])
+        ring_q.index(first + tile).store(gl.reshape(bits, [8 * BD]))
 
 
 @gluon.jit
 def query_tile(ring_q, tile: gl.constexpr, chunk: gl.constexpr, dtype: gl.constexpr):
-    """B operand [32 channels, 8 rows] of a tile."""
+    """B operand [32 channels, 8 rows] of a tile stored as fragments of B."""
     return query_operand(ring_q.index(tile).slice(256 * chunk, 256).load(CHUNKS).to(dtype, bitcast=True))
+
+
+@gluon.jit
+def query_rows(ring_q, tile: gl.constexpr, chunk: gl.constexpr):
+    """(B operand [32 channels, 8 rows], A operand [16, 16]) of a tile stored as fragments of A.
+
+    Both are the same registers. A has channels 0 to 15 of the 8 rows, then channels 16 to 31 of them.
+    """
+    x = ring_q.index(tile).slice(256 * chunk, 256).load(CHUNKS).to(gl.float16, bitcast=True)
+    x = gl.reshape(x, [8, 4, 2, 2, 2])  # g, t, i0, i1, e
+    b = gl.reshape(gl.permute(x, [3, 2, 1, 4, 0]), [32, 8])
+    a = gl.reshape(gl.permute(x, [3, 0, 2, 1, 4]), [16, 16])
+    return gl.convert_layout(b, OPERAND_B, assert_trivial=True), gl.convert_layout(a, OPERAND_A, assert_trivial=True)

@@ -14,6 +14,16 @@ KEY_META = gl.constexpr(
         [[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0], [0, 0], [0, 0], [0, 0]], [], [], [4, 8]
     )
 )
+HALF_CHUNK_META = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1], [0, 2]], [[1, 0], [2, 0], [0, 0], [0, 0], [0, 4]], [], [], [4, 8])
+)
+"""As `KEY_META`, but lanes of columns 0 to 3 have channels 0 to 15 of a chunk, the others 16 to 31."""
+HALF_CHUNK_COLUMNS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[1, 0, 0], [8, 0, 0]], [[2, 0, 0], [4, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0]], [], [], [16, 2, 4]
+    )
+)
+"""[16 channels, 2 halves of a chunk, 4]: the columns of a B operand in two."""
 MINIMA = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], [], [], [8, 64]
@@ -119,6 +129,20 @@ def small_mma(a, b, acc):
     c = row_blocks(mma_v2(gl.convert_layout(a, OPERAND_A, assert_trivial=True), b, c), 16)
     c, _ = gl.split(gl.permute(c, [1, 2, 0]))
     return gl.convert_layout(c, STATS, assert_trivial=True)
+
+
+@gluon.jit
+def halves_sum(x):
+    """What `page_scores` gathers of the minima, [16, 8] -> [8, 8] per-row numbers.
+
+    Rows 0 to 7 hold the first half of the channels in columns 0 to 3, the others the second half in columns 4 to 7.
+    """
+    BLOCKS: gl.constexpr = blocks_layout(16)
+    i_half = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS)))
+    i_column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))
+    counts = gl.expand_dims(gl.expand_dims(4 * i_half, 1), 2) == gl.expand_dims(gl.expand_dims(i_column, 0), 1)
+    x = gl.sum(gl.sum(gl.where(counts.broadcast_to([2, 8, 8]), row_blocks(x, 16), 0.0), 0), 1)
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(0, STATS)), 0).broadcast_to([8, 8])
 
 
 @gluon.jit
