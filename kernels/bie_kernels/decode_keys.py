@@ -35,7 +35,15 @@ from bie_kernels.gluon_tiles import (
     window_page_of,
     window_range,
 )
-from bie_kernels.keys_pages import add_page_values, barrier, issue_keys, issue_values, page_scores, softmax_tiles
+from bie_kernels.keys_pages import (
+    add_page_values,
+    barrier,
+    issue_keys,
+    issue_values,
+    page_scores,
+    page_weights,
+    window_weights,
+)
 from bie_kernels.keys_queries import load_queries, query_tile, store_queries
 from bie_kernels.keys_tiles import MINIMA, STATS, one_row, scaled_columns, small_mma
 from bie_kernels.keys_window import add_window_values, window_keys, window_values
@@ -140,11 +148,9 @@ def _decode_rows(
             if page + STAGES < last:
                 issue_keys(p_next, ring_k, ring_km, stage, 0, D, HALF, PARTS)
             async_copy.commit_group()
-            weights, alpha, peak = softmax_tiles(
-                scores, bias, ring_f, log_scale, (), None, None, peak, T, PAGE, gl.float16, False
-            )
+            weights, peak, acc = page_weights(scores, bias, ring_f, ring_low, peak, acc, D, T, VB)
             async_copy.wait_group(2 * STAGES - 1)
-            acc = add_page_values(weights, alpha, acc, ring_low, ring_v, ring_vs, ring_vm, stage, D, T, VB)
+            acc = add_page_values(weights, acc, ring_low, ring_v, ring_vs, ring_vm, stage, D, T, VB)
             if page + STAGES < last:
                 issue_values(p_next, ring_v, ring_vs, ring_vm, stage, 0, D, VB)
             async_copy.commit_group()
@@ -183,12 +189,10 @@ def _decode_rows(
                 reads = gl.expand_dims(q_pos[tile], 0) >= gl.expand_dims(least, 1)
                 scores = scores + (gl.where(reads, 0.0, MASKED_SCORE),)
             scores, bias = page_scores(ring_q, ring_k, ring_km, 0, scores, D, HALF, PARTS, T, LOAD)
-            weights, alpha, peak = softmax_tiles(
-                scores, bias, ring_f, log_scale, (), None, None, peak, T, PAGE, gl.float16, False
-            )
+            weights, peak, acc = page_weights(scores, bias, ring_f, ring_low, peak, acc, D, T, VB)
             # Whole pages only, so that every value was written: recent_tokens is at least a page, and where a
             # 16-bit copy is missing before `computed`, the page was complete when it was dropped or hit.
-            acc = add_page_values(weights, alpha, acc, ring_low, ring_v, ring_vs, ring_vm, 0, D, T, VB)
+            acc = add_page_values(weights, acc, ring_low, ring_v, ring_vs, ring_vm, 0, D, T, VB)
 
     # 3. The 16-bit window, one window page a step, queries in their own dtype.
     i_r, u_first, u_last, seq_len, computed = _item(p_plan, o_items, q_len)
@@ -224,9 +228,7 @@ def _decode_rows(
                     for chunk in gl.static_range(D // 32):
                         s = mma_v2(keys[chunk], query_tile(ring_q, tile, chunk, dtype), s)
                     scores = scores + (s,)
-                weights, alpha, peak = softmax_tiles(
-                    scores, (), ring_f, log_scale, q_pos, pos, bound, peak, T, 16, dtype, True
-                )
+                weights, alpha, peak = window_weights(scores, log_scale, q_pos, pos, bound, peak, T, 16, dtype)
                 new_acc = ()
                 for block in gl.static_range(D // VB):
                     parts = ()

@@ -37,6 +37,8 @@ from bie_kernels.keys_tiles import (
 )
 from bie_kernels.tiles import NEGATIVE
 
+AHEAD = gl.constexpr(2.0)
+"""Powers of two by which a peak is set beyond the largest score: what probabilities may lose of their range in fp16."""
 # Triton 3.9 renamed it.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
@@ -106,10 +108,9 @@ def page_scores(
     ring_q, ring_k, ring_km, stage, start,
     D: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr, T: gl.constexpr, LOAD: gl.constexpr,
 ):  # fmt: skip
-    """Products of the codes with the scaled queries, T of [64 keys, 8 rows], and what the minima add, T of [8, 8].
+    """Products of the codes with the scaled queries, T of [64 keys, 8 rows], and of queries and minima, T of [16, 8].
 
-    start: what the products are added to, or () for 0. One product of queries and minima takes 32 channels: see
-    `halves_sum`.
+    start: what the products are added to, or () for 0. For what the minima add see `halves_sum`.
     """
     scores = start
     bias = ()
@@ -139,19 +140,62 @@ def page_scores(
                     new_scores = new_scores + (mma_v2(keys, q * gl.expand_dims(scale, 1), scores[tile]),)
                 scores = new_scores
                 bias = new_bias
-    sums = ()
+    return scores, bias
+
+
+@gluon.jit
+def page_weights(
+    scores, bias, ring_f, ring_low, peak, acc, D: gl.constexpr, T: gl.constexpr, VB: gl.constexpr,
+):  # fmt: skip
+    """Online softmax of a page's scores: (B operands, peaks, acc).
+
+    A row's peak is what its exponents are taken relative to: at least every score so far, AHEAD of the largest
+    one when it was set. So most pages exceed no peak, and nothing has to be scaled anew: maxima are not even
+    reduced over lanes, only that no lane exceeds its row's peak.
+    """
+    factors = ()
+    shifts = ()
+    tops = ()
+    excess = gl.full([8, 8], NEGATIVE, gl.float32, STATS)
     for tile in gl.static_range(T):
-        sums = sums + (halves_sum(bias[tile]),)
-    return scores, sums
+        factor = gl.expand_dims(ring_f.index(tile).load(gl.SliceLayout(0, STATS)), 0).broadcast_to([8, 8])
+        shift = halves_sum(bias[tile]) * factor
+        top = gl.convert_layout(gl.max(row_blocks(scores[tile], PAGE), 0), STATS, assert_trivial=True)
+        excess = gl.maximum(excess, top * factor + (shift - peak[tile]))  # the factor is positive
+        factors = factors + (factor,)
+        shifts = shifts + (shift,)
+        tops = tops + (top,)
+    bits = gl.reshape(excess, [64]).to(gl.int32, bitcast=True)  # one instruction finds the largest integer of a warp
+    if gl.max(bits, 0) > 0:
+        new_peak = ()
+        alphas = ()
+        for tile in gl.static_range(T):
+            top = gl.expand_dims(gl.max(tops[tile], 0), 0).broadcast_to([8, 8])
+            new_peak = new_peak + (gl.maximum(peak[tile], top * factors[tile] + shifts[tile] + AHEAD),)
+            alphas = alphas + (gl.exp2(peak[tile] - new_peak[tile]),)
+            low = ring_low.index(tile)
+            low.store(low.load(STATS) * alphas[tile])
+        new_acc = ()
+        for block in gl.static_range(D // VB):
+            for tile in gl.static_range(T):
+                new_acc = new_acc + (scaled_columns(acc[block * T + tile], alphas[tile], VB),)
+        acc = new_acc
+        peak = new_peak
+    weights = ()
+    for tile in gl.static_range(T):
+        s = row_blocks(scores[tile], PAGE)
+        p = gl.exp2(s * over_blocks(factors[tile], PAGE) + over_blocks(shifts[tile] - peak[tile], PAGE))
+        weights = weights + (weight_operand(p.to(gl.float16), PAGE),)
+    return weights, peak, acc
 
 
 @gluon.jit
 def add_page_values(
-    weights, alpha, acc, ring_low, ring_v, ring_vs, ring_vm, stage, D: gl.constexpr, T: gl.constexpr, VB: gl.constexpr,
+    weights, acc, ring_low, ring_v, ring_vs, ring_vm, stage, D: gl.constexpr, T: gl.constexpr, VB: gl.constexpr,
 ):  # fmt: skip
-    """acc = acc * alpha + codes.(p * scale); acc is D // VB blocks of T tiles.
+    """acc + codes.(p * scale); acc is D // VB blocks of T tiles.
 
-    low = low * alpha + p times the minima of the groups (rows 0 to 3) and ones (row 4).
+    low += p times the minima of the groups (rows 0 to 3) and ones (row 4).
     """
     new_acc = ()
     scaled = weights
@@ -167,56 +211,36 @@ def add_page_values(
                 scaled = scaled + (weights[tile] * scale,)
         values = value_tile(ring_v.index(stage * (D // VB) + block).load(CHUNKS), VB)
         for tile in gl.static_range(T):
-            new_acc = new_acc + (mma_v2(values, scaled[tile], scaled_columns(acc[block * T + tile], alpha[tile], VB)),)
+            new_acc = new_acc + (mma_v2(values, scaled[tile], acc[block * T + tile]),)
     minima = ring_vm.index(stage).reshape([8, 64]).load(MINIMA).to(gl.float16, bitcast=True)
     minima = gl.permute(gl.reshape(minima, [8, 4, 4, 2, 2]), [0, 2, 3, 1, 4])  # row, t, x, i1, e
     minima = gl.convert_layout(gl.reshape(minima, [8, PAGE]), rows_layout(8, PAGE), assert_trivial=True)
     for tile in gl.static_range(T):
         low = ring_low.index(tile)
-        low.store(small_mma(minima, weights[tile], low.load(STATS) * alpha[tile]))
+        low.store(small_mma(minima, weights[tile], low.load(STATS)))
     return new_acc
 
 
 @gluon.jit
-def _softmax(s, factor, bias, mask, peak, N: gl.constexpr, MASKED: gl.constexpr):
-    """Online softmax of (s + bias) times factor, s [N keys, 8 rows]: (p as [N // 8, 8, 8], alpha, peak)."""
-    shift = bias * factor
-    if MASKED:
-        s = gl.where(mask, s, NEGATIVE)
-    s = row_blocks(s, N)
-    top = gl.convert_layout(gl.max(s, 0), STATS, assert_trivial=True)
-    top = gl.expand_dims(gl.max(top, 0), 0).broadcast_to([8, 8])
-    new_peak = gl.maximum(peak, top * factor + shift)  # the factor is positive
-    alpha = gl.exp2(peak - new_peak)
-    p = gl.exp2(s * over_blocks(factor, N) + over_blocks(shift - new_peak, N))
-    if MASKED:
-        p = gl.where(row_blocks(mask, N), p, 0.0)
-    return p, alpha, new_peak
-
-
-@gluon.jit
-def softmax_tiles(
-    scores, bias, ring_f, log_scale, q_pos, pos, bound, peak,
-    T: gl.constexpr, N: gl.constexpr, dtype: gl.constexpr, WINDOW: gl.constexpr,
+def window_weights(
+    scores, log_scale, q_pos, pos, bound, peak, T: gl.constexpr, N: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """`_softmax` of every tile: (B operands, alphas, peaks).
+    """Online softmax of N keys of the 16-bit window: (B operands, alphas, peaks).
 
-    WINDOW: a key counts for queries at a distance from 0 to below `bound`, and the scores are plain products.
+    A key counts for queries at a distance from 0 to below `bound`.
     """
     weights = ()
     alphas = ()
     peaks = ()
     for tile in gl.static_range(T):
-        mask = None
-        if WINDOW:
-            mask = (gl.expand_dims(q_pos[tile], 0) - gl.expand_dims(pos, 1)).to(gl.uint32) < gl.expand_dims(bound, 1)
-            factor = gl.full([8, 8], 1.0, gl.float32, STATS) * log_scale
-            shift = gl.full([8, 8], 0.0, gl.float32, STATS)
-        else:
-            factor = gl.expand_dims(ring_f.index(tile).load(gl.SliceLayout(0, STATS)), 0).broadcast_to([8, 8])
-            shift = bias[tile]
-        p, alpha, top = _softmax(scores[tile], factor, shift, mask, peak[tile], N, WINDOW)
+        mask = (gl.expand_dims(q_pos[tile], 0) - gl.expand_dims(pos, 1)).to(gl.uint32) < gl.expand_dims(bound, 1)
+        s = row_blocks(gl.where(mask, scores[tile], NEGATIVE), N)
+        top = gl.convert_layout(gl.max(s, 0), STATS, assert_trivial=True)
+        top = gl.expand_dims(gl.max(top, 0), 0).broadcast_to([8, 8])
+        new_peak = gl.maximum(peak[tile], top * log_scale)
+        p = gl.exp2(s * log_scale - over_blocks(new_peak, N))
+        p = gl.where(row_blocks(mask, N), p, 0.0)
         weights = weights + (weight_operand(p.to(dtype), N),)
-        alphas = alphas + (alpha,)
-        peaks = peaks + (top,)
+        alphas = alphas + (gl.exp2(peak[tile] - new_peak),)
+        peaks = peaks + (new_peak,)
     return weights, alphas, peaks
