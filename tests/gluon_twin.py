@@ -169,7 +169,7 @@ def _unpacked(asm: str) -> torch.Tensor:
 def _assembly(asm: str, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int) -> Any:
     if "movmatrix" in asm:
         return Tensor(args[0].data.transpose(-1, -2).contiguous())
-    if "lop3" in asm:
+    if "0x000F000F" in asm:
         return tuple(map(Tensor, _unpacked(asm)[args[0].data.int() + 32768].unbind(-1)))
     assert "griddepcontrol" in asm
     return None

@@ -39,6 +39,7 @@ def _add_f16x2(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 OPERATIONS = {
     "lop3.b32": lambda a, b, c, table: _lop3(a, b, c, int(table.flatten()[0])),
+    "and.b32": lambda a, b: a & b,
     "shr.u32": lambda a, n: a >> n,
     "mov.b32": lambda a: a,
     "add.rn.f16x2": _add_f16x2,

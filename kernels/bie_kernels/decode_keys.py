@@ -45,7 +45,7 @@ from bie_kernels.keys_pages import (
     window_weights,
 )
 from bie_kernels.keys_queries import load_queries, query_tile, store_queries
-from bie_kernels.keys_tiles import MINIMA, STATS, one_row, scaled_columns, small_mma
+from bie_kernels.keys_tiles import MINIMA, STATS, one_row, out_of_units, scaled_columns, small_mma
 from bie_kernels.keys_window import add_window_values, window_keys, window_values
 from bie_kernels.launches import Launches
 from bie_kernels.layout import PageLayout, window_page_tokens
@@ -193,6 +193,11 @@ def _decode_rows(
             # Whole pages only, so that every value was written: recent_tokens is at least a page, and where a
             # 16-bit copy is missing before `computed`, the page was complete when it was dropped or hit.
             acc = add_page_values(weights, acc, ring_low, ring_v, ring_vs, ring_vm, 0, D, T, VB)
+
+    new_acc = ()
+    for i in gl.static_range(T * (D // VB)):
+        new_acc = new_acc + (out_of_units(acc[i], VB),)
+    acc = new_acc
 
     # 3. The 16-bit window, one window page a step, queries in their own dtype.
     i_r, u_first, u_last, seq_len, computed = _item(p_plan, o_items, q_len)

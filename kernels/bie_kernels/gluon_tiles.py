@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from bie_kernels import tiles
 from bie_kernels.layout import PAGE_TOKENS, PageLayout
-from bie_kernels.tiles import UNPACK
 from bie_kernels.tuning import capability, interpreted, keys_fit
 
 PAGE = gl.constexpr(PAGE_TOKENS)
@@ -84,17 +83,39 @@ def window_page_of(u, window_sinks, window_start):
 
 
 # -- unpacking ----------------------------------------------------------------
+SUBNORMAL_CODES = gl.constexpr("""
+{
+.reg .b32 s, a, b;
+shr.u32 s, $4, 8;
+and.b32 a, $4, 0x000F000F;
+and.b32 b, $4, 0x00F000F0;
+and.b32 $2, s, 0x000F000F;
+and.b32 $3, s, 0x00F000F0;
+mov.b32 $0, a;
+mov.b32 $1, b;
+}
+""")
+LOW_UNIT, HIGH_UNIT = gl.constexpr(2.0**-24), gl.constexpr(2.0**-20)
+"""What a code of 1 is in fp16 when its four bits are the lowest of the mantissa, or the next four."""
+
+
 @gluon.jit
 def unpack(x):
-    """int16 -> four fp16 codes; packed asm keeps pairs together."""
+    """int16 -> its four codes as subnormal fp16, in units LOW, HIGH, LOW, HIGH; packed asm keeps pairs together.
+
+    Nothing but a mask: tensor cores multiply subnormal numbers exactly, and whoever takes the products knows the units.
+    """
     return gl.inline_asm_elementwise(
-        UNPACK, "=r,=r,=r,=r,r", [x], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2
+        SUBNORMAL_CODES, "=r,=r,=r,=r,r", [x], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2
     )
 
 
 @gluon.jit
 def value_tile(x, CHANNELS: gl.constexpr):
-    """Value codes (int16 [16 CHANNELS]) -> A operand [CHANNELS, 64], everything in natural order."""
+    """Value codes (int16 [16 CHANNELS]) -> A operand [CHANNELS, 64], everything in natural order.
+
+    Of every 16 channels the first 8 are in LOW_UNIT, the others in HIGH_UNIT.
+    """
     a, b, c, d = unpack(gl.reshape(x, [CHANNELS // 16, 8, 4, 4, 2]))  # j, g, t, x, e
     y = gl.join(gl.join(a, c), gl.join(b, d))  # j, g, t, x, e, i1, i0
     y = gl.reshape(gl.permute(y, [0, 6, 1, 3, 5, 2, 4]), [CHANNELS, PAGE])  # j, i0, g; x, i1, t, e

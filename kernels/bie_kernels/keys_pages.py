@@ -94,10 +94,10 @@ def _key_meta(ring_km, stage, row: gl.constexpr, chunk: gl.constexpr):
 
 @gluon.jit
 def _half_chunks(ring_km, stage, row: gl.constexpr, chunk: gl.constexpr):
-    """fp16 metadata of a chunk as B operand [16, 8]: channels 0 to 15 in columns 0 to 3, 16 to 31 in the others."""
+    """fp16 metadata of a chunk as B operand [16, 8]: channels in LOW_UNIT in columns 0 to 3, in HIGH_UNIT in the others."""
     x = ring_km.index(stage).slice(row, 4, 0).slice(8 * chunk, 8, 1).load(HALF_CHUNK_META)
     x = gl.reshape(x.to(gl.float16, bitcast=True), [4, 2, 2, 2])  # t, i1, i0, e
-    x = gl.reshape(gl.permute(x, [2, 0, 3, 1]), [16, 2])
+    x = gl.reshape(gl.permute(x, [1, 0, 3, 2]), [16, 2])
     x = gl.convert_layout(x, gl.SliceLayout(2, HALF_CHUNK_COLUMNS), assert_trivial=True)
     x = gl.reshape(gl.expand_dims(x, 2).broadcast_to([16, 2, 4]), [16, 8])
     return gl.convert_layout(x, OPERAND_B, assert_trivial=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from bie_kernels.gluon_tiles import CHUNKS, OPERAND_A, OPERAND_B, rows_layout
+from bie_kernels.gluon_tiles import CHUNKS, HIGH_UNIT, LOW_UNIT, OPERAND_A, OPERAND_B, rows_layout
 from bie_kernels.keys_tiles import query_operand
 from bie_kernels.tiles import LEAST_POWER
 
@@ -46,8 +46,8 @@ def store_queries(
 ):  # fmt: skip
     """Tiles from `load_queries` to shared memory, from tile `first` on, as fragments of 32 channels.
 
-    RAW: as they are, fragments of B. Otherwise fragments of A, fp16, a power of two taken off each row; ring_f gets
-    what the scores must be multiplied with.
+    RAW: as they are. Otherwise fp16, a power of two taken off each row, and channels whose key codes are in HIGH_UNIT
+    made smaller by that much; ring_f gets what the scores, which are in LOW_UNIT, must be multiplied with.
     """
     BD: gl.constexpr = HALF * PARTS
     for tile in gl.static_range(T):
@@ -57,30 +57,29 @@ def store_queries(
             size = gl.max(gl.abs(wide), 1)
             power = (size.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
             power = gl.where(size < 1.0e30, gl.maximum(power, LEAST_POWER), 1.0)
-            q = (wide / gl.expand_dims(power, 1)).to(gl.float16)
-            ring_f.index(first + tile).store(power * log_scale)
+            power = power * 0.25  # largest numbers from 4 to 8: half of them are divided by 16 now
+            i_k = gl.expand_dims(gl.arange(0, BD, layout=gl.SliceLayout(0, rows_layout(8, BD))), 0)
+            unit = gl.where((i_k >> 3) % 2 == 0, 1.0, LOW_UNIT / HIGH_UNIT)
+            q = (wide / gl.expand_dims(power, 1) * unit).to(gl.float16)
+            ring_f.index(first + tile).store(power * (log_scale / LOW_UNIT))
         bits = gl.reshape(q.to(gl.int16, bitcast=True), [8, BD // 32, 2, 2, 4, 2])  # g, chunk, i1, i0, t, e
-        if RAW:
-            bits = gl.permute(bits, [1, 0, 4, 2, 3, 5])
-        else:
-            bits = gl.permute(bits, [1, 0, 4, 3, 2, 5])
-        ring_q.index(first + tile).store(gl.reshape(bits, [8 * BD]))
+        ring_q.index(first + tile).store(gl.reshape(gl.permute(bits, [1, 0, 4, 2, 3, 5]), [8 * BD]))
 
 
 @gluon.jit
 def query_tile(ring_q, tile: gl.constexpr, chunk: gl.constexpr, dtype: gl.constexpr):
-    """B operand [32 channels, 8 rows] of a tile stored as fragments of B."""
+    """B operand [32 channels, 8 rows] of a tile."""
     return query_operand(ring_q.index(tile).slice(256 * chunk, 256).load(CHUNKS).to(dtype, bitcast=True))
 
 
 @gluon.jit
 def query_rows(ring_q, tile: gl.constexpr, chunk: gl.constexpr):
-    """(B operand [32 channels, 8 rows], A operand [16, 16]) of a tile stored as fragments of A.
+    """(B operand [32 channels, 8 rows], A operand [16, 16]) of a tile: the same registers.
 
-    Both are the same registers. A has channels 0 to 15 of the 8 rows, then channels 16 to 31 of them.
+    A has the 8 rows' channels in LOW_UNIT, then those in HIGH_UNIT.
     """
     x = ring_q.index(tile).slice(256 * chunk, 256).load(CHUNKS).to(gl.float16, bitcast=True)
-    x = gl.reshape(x, [8, 4, 2, 2, 2])  # g, t, i0, i1, e
-    b = gl.reshape(gl.permute(x, [3, 2, 1, 4, 0]), [32, 8])
+    x = gl.reshape(x, [8, 4, 2, 2, 2])  # g, t, i1, i0, e
+    b = gl.reshape(gl.permute(x, [2, 3, 1, 4, 0]), [32, 8])
     a = gl.reshape(gl.permute(x, [3, 0, 2, 1, 4]), [16, 16])
     return gl.convert_layout(b, OPERAND_B, assert_trivial=True), gl.convert_layout(a, OPERAND_A, assert_trivial=True)

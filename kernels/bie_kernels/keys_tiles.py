@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from bie_kernels.gluon_tiles import MMA, OPERAND_A, OPERAND_B, PAGE, rows_layout, unpack
+from bie_kernels.gluon_tiles import HIGH_UNIT, LOW_UNIT, MMA, OPERAND_A, OPERAND_B, PAGE, rows_layout, unpack
 
 KEY_META = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -15,15 +15,15 @@ KEY_META = gl.constexpr(
     )
 )
 HALF_CHUNK_META = gl.constexpr(
-    gl.DistributedLinearLayout([[0, 1], [0, 2]], [[1, 0], [2, 0], [0, 0], [0, 0], [0, 4]], [], [], [4, 8])
+    gl.DistributedLinearLayout([[0, 1], [0, 4]], [[1, 0], [2, 0], [0, 0], [0, 0], [0, 2]], [], [], [4, 8])
 )
-"""As `KEY_META`, but lanes of columns 0 to 3 have channels 0 to 15 of a chunk, the others 16 to 31."""
+"""As `KEY_META`, but lanes of columns 0 to 3 have the channels in LOW_UNIT of a chunk, the others those in HIGH_UNIT."""
 HALF_CHUNK_COLUMNS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[1, 0, 0], [8, 0, 0]], [[2, 0, 0], [4, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0]], [], [], [16, 2, 4]
     )
 )
-"""[16 channels, 2 halves of a chunk, 4]: the columns of a B operand in two."""
+"""[16 channels, 2 units, 4]: the columns of a B operand in two."""
 MINIMA = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], [], [], [8, 64]
@@ -76,7 +76,10 @@ def split_words(x, WORDS: gl.constexpr):
 
 @gluon.jit
 def key_operand(x):
-    """One word a token and thread (int16 [tokens, t, e]) -> A operand [64 tokens, 32 channels], MMA order."""
+    """One word a token and thread (int16 [tokens, t, e]) -> A operand [64 tokens, 32 channels], MMA order.
+
+    Of every 16 channels the first 8 are in LOW_UNIT, the others in HIGH_UNIT.
+    """
     a, b, c, d = unpack(x)
     y = gl.join(gl.join(a, c), gl.join(b, d))  # token, t, e, i1, i0
     y = gl.reshape(gl.permute(y, [0, 3, 4, 1, 2]), [PAGE, 32])
@@ -114,6 +117,20 @@ def row_blocks(x, N: gl.constexpr):
 
 
 @gluon.jit
+def units(N: gl.constexpr):
+    """Of blocks of 8 rows, LOW_UNIT and HIGH_UNIT in turn: [N, 1, 1] for `blocks_layout`."""
+    i = gl.arange(0, N, layout=gl.SliceLayout(1, gl.SliceLayout(2, blocks_layout(8 * N))))
+    return gl.expand_dims(gl.expand_dims(gl.where(i % 2 == 0, LOW_UNIT, HIGH_UNIT), 1), 2)
+
+
+@gluon.jit
+def out_of_units(x, N: gl.constexpr):
+    """Accumulator [N, 8] of products with `value_tile` -> with the codes themselves."""
+    y = gl.reshape(row_blocks(x, N) * (1.0 / units(N // 8)), [N, 8])
+    return gl.convert_layout(y, MMA, assert_trivial=True)
+
+
+@gluon.jit
 def scaled_columns(x, alpha, N: gl.constexpr):
     """Accumulator [N, 8], columns times alpha."""
     y = gl.reshape(row_blocks(x, N) * over_blocks(alpha, N), [N, 8])
@@ -133,15 +150,17 @@ def small_mma(a, b, acc):
 
 @gluon.jit
 def halves_sum(x):
-    """What `page_scores` gathers of the minima, [16, 8] -> [8, 8] per-row numbers.
+    """What `page_scores` gathers of the minima, [16, 8] -> [8, 8] per-row numbers in LOW_UNIT.
 
-    Rows 0 to 7 hold the first half of the channels in columns 0 to 3, the others the second half in columns 4 to 7.
+    Rows 0 to 7 hold half of the channels in columns 0 to 3, the others those whose queries lie in HIGH_UNIT /
+    LOW_UNIT in columns 4 to 7.
     """
     BLOCKS: gl.constexpr = blocks_layout(16)
     i_half = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS)))
     i_column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))
     counts = gl.expand_dims(gl.expand_dims(4 * i_half, 1), 2) == gl.expand_dims(gl.expand_dims(i_column, 0), 1)
-    x = gl.sum(gl.sum(gl.where(counts.broadcast_to([2, 8, 8]), row_blocks(x, 16), 0.0), 0), 1)
+    x = row_blocks(x, 16) * units(2)
+    x = gl.sum(gl.sum(gl.where(counts.broadcast_to([2, 8, 8]), x, 0.0), 0), 1)
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(0, STATS)), 0).broadcast_to([8, 8])
 
 
