@@ -200,8 +200,6 @@ def add_page_values(
     new_acc = ()
     scaled = weights
     for block in gl.static_range(D // VB):
-        if T > 1 and block > 0:  # as for the keys
-            barrier()
         if (block * VB) % 64 == 0:
             scale = ring_vs.index(stage).slice(block * VB, 64).load(TOKEN_META)
             scale = scale.to(gl.float16, bitcast=True)
@@ -215,9 +213,11 @@ def add_page_values(
     minima = ring_vm.index(stage).reshape([8, 64]).load(MINIMA).to(gl.float16, bitcast=True)
     minima = gl.permute(gl.reshape(minima, [8, 4, 4, 2, 2]), [0, 2, 3, 1, 4])  # row, t, x, i1, e
     minima = gl.convert_layout(gl.reshape(minima, [8, PAGE]), rows_layout(8, PAGE), assert_trivial=True)
+    lows = ()  # read before any is written: no wait between the products
     for tile in gl.static_range(T):
-        low = ring_low.index(tile)
-        low.store(small_mma(minima, weights[tile], low.load(STATS)))
+        lows = lows + (small_mma(minima, weights[tile], ring_low.index(tile).load(STATS)),)
+    for tile in gl.static_range(T):
+        ring_low.index(tile).store(lows[tile])
     return new_acc
 
 

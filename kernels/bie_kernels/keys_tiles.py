@@ -140,7 +140,7 @@ def scaled_columns(x, alpha, N: gl.constexpr):
 @gluon.jit
 def small_mma(a, b, acc):
     """acc [8, 8] + a [8, K] b: half an MMA, whose other half never takes a register."""
-    a = gl.reshape(gl.permute(gl.join(a, gl.zeros_like(a)), [2, 0, 1]), [16, a.shape[1]])
+    a = gl.reshape(gl.permute(gl.join(a, a), [2, 0, 1]), [16, a.shape[1]])
     c = gl.reshape(gl.permute(gl.join(acc, gl.zeros_like(acc)), [2, 0, 1]), [16, 8])
     c = gl.convert_layout(c, MMA, assert_trivial=True)
     c = row_blocks(mma_v2(gl.convert_layout(a, OPERAND_A, assert_trivial=True), b, c), 16)
