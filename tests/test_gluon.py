@@ -75,8 +75,30 @@ def test_rows(late: bool, rows: tuple[int, int], size: int) -> None:
             {"sink_tokens": 0}, {"sink_tokens": 100}, {"dropped": True}, {"recent_tokens": 64},
             {"dtype": BF16, "q_scale": 1e-12},
             {"dtype": BF16, "q_scale": 300.0, "spread": 20000.0, "offset": 0.0, "limit": 0.02},
+            {"dtype": BF16, "q_scale": 3000.0, "spread": 1e-3, "offset": 0.0},
         ),
     ),
 )  # fmt: skip
 def test_windows_and_ranges(late: bool, options: dict) -> None:
     check([64 * 3 + 17, 400], PageLayout(64), heads=1, fast=True, **options)
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize(("q_scale", "fewest", "most"), [(8.0, 3, 12), (0.01, 1, 1)])
+def test_peaks_move_when_scores_exceed_them(
+    late: bool, q_scale: float, fewest: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flat scores set their peak once in every run of pages; sharp ones, whose largest keeps growing, again and again."""
+    module, moved = decode.decode_keys, 0
+    original = module.page_weights
+
+    def counted(scores, bias, ring_f, ring_low, peak, *rest):  # noqa: ANN001, ANN202
+        nonlocal moved
+        result = original(scores, bias, ring_f, ring_low, peak, *rest)
+        moved += result[1] is not peak
+        return result
+
+    monkeypatch.setattr(module, "page_weights", counted)
+    monkeypatch.setattr(decode, "item_budget", lambda *_: 1)  # one run of pages
+    check([64 * 14 + 17], PageLayout(64), dtype=FP16, heads=1, q_scale=q_scale, offset=0.0, fast=True)
+    assert fewest <= moved <= most
