@@ -53,9 +53,9 @@ def test_unpacking(x: torch.Tensor) -> None:
     made = ptx.run(tiles.UNPACK.value, [ptx.words(x)], 4)
     assert torch.equal(torch.stack([ptx.halves(register, torch.int16) for register in made]), want)
     gluon = twin("gluon_tiles", late=False)
-    codes = [y.data.float() for y in gluon.unpack(Tensor(x))]
     units = [gluon.LOW_UNIT, gluon.HIGH_UNIT] * 2
-    assert torch.equal(torch.stack([y / unit for y, unit in zip(codes, units, strict=True)]).half().view(torch.int16), want)
+    codes = [y.data.float() / unit for y, unit in zip(gluon.unpack(Tensor(x)), units, strict=True)]
+    assert torch.equal(torch.stack(codes).half().view(torch.int16), want)
 
 
 @pytest.mark.gpu

@@ -88,7 +88,7 @@ def test_windows_and_ranges(late: bool, options: dict) -> None:
 def test_peaks_move_when_scores_exceed_them(
     late: bool, q_scale: float, fewest: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Flat scores set their peak once in every run of pages; sharp ones, whose largest keeps growing, again and again."""
+    """Flat scores set their peak once in a run of pages; sharp ones, whose largest keeps growing, again and again."""
     module, moved = decode.decode_keys, 0
     original = module.page_weights
 

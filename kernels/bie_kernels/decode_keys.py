@@ -8,9 +8,14 @@ of A and columns of B by lane; see `gluon_tiles`):
   multiple of 8, and every tile uses the codes that were unpacked once.
 * Row statistics then lie along the accumulator's columns, as O^T = V^T P^T wants them.
   Only the probabilities have to change places within 8 x 8 blocks: one `movmatrix` each.
-* The key minimum gives one number a row, from one more product with equal rows of A; it
-  is added to the row's maximum, never to the scores. Value minima and a row of ones, which
-  sums the probabilities, are half an A tile more.
+* Codes are multiplied as they lie: four bits of the mantissa are a subnormal fp16 number, a
+  code in units of 2^-24 or 2^-20. Masks are all that unpacking takes; units go to the queries,
+  the scores' factor, and, at the end of the packed pages, the sums.
+* The key minimum gives one number a row, from one more product with queries as A; it is added
+  to the row's maximum, never to the scores. Value minima and a row of ones, which sums the
+  probabilities, are half an A tile more.
+* Exponents are relative to a peak that is set ahead of the scores, so that most pages need no
+  reduction over lanes and scale nothing anew.
 * Queries wait in shared memory, in fragment order, since registers are short. Pages come
   by cp.async; keys and values are waited for, and their place refilled, separately.
 
@@ -197,7 +202,7 @@ def _decode_rows(
     new_acc = ()
     for i in gl.static_range(T * (D // VB)):
         new_acc = new_acc + (out_of_units(acc[i], VB),)
-    acc = new_acc
+    acc = new_acc  # the window's values have no units
 
     # 3. The 16-bit window, one window page a step, queries in their own dtype.
     i_r, u_first, u_last, seq_len, computed = _item(p_plan, o_items, q_len)

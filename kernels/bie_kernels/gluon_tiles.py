@@ -106,8 +106,9 @@ def unpack(x):
     Nothing but a mask: tensor cores multiply subnormal numbers exactly, and whoever takes the products knows the units.
     """
     return gl.inline_asm_elementwise(
-        SUBNORMAL_CODES, "=r,=r,=r,=r,r", [x], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2
-    )
+        SUBNORMAL_CODES, "=r,=r,=r,=r,r", [x], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True,
+        pack=2,
+    )  # fmt: skip
 
 
 @gluon.jit

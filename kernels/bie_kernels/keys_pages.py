@@ -94,7 +94,7 @@ def _key_meta(ring_km, stage, row: gl.constexpr, chunk: gl.constexpr):
 
 @gluon.jit
 def _half_chunks(ring_km, stage, row: gl.constexpr, chunk: gl.constexpr):
-    """fp16 metadata of a chunk as B operand [16, 8]: channels in LOW_UNIT in columns 0 to 3, in HIGH_UNIT in the others."""
+    """fp16 metadata of a chunk as B operand [16, 8]: channels in LOW_UNIT in columns 0 to 3, in HIGH_UNIT in 4 to 7."""
     x = ring_km.index(stage).slice(row, 4, 0).slice(8 * chunk, 8, 1).load(HALF_CHUNK_META)
     x = gl.reshape(x.to(gl.float16, bitcast=True), [4, 2, 2, 2])  # t, i1, i0, e
     x = gl.reshape(gl.permute(x, [1, 0, 3, 2]), [16, 2])

@@ -17,7 +17,7 @@ KEY_META = gl.constexpr(
 HALF_CHUNK_META = gl.constexpr(
     gl.DistributedLinearLayout([[0, 1], [0, 4]], [[1, 0], [2, 0], [0, 0], [0, 0], [0, 2]], [], [], [4, 8])
 )
-"""As `KEY_META`, but lanes of columns 0 to 3 have the channels in LOW_UNIT of a chunk, the others those in HIGH_UNIT."""
+"""As `KEY_META`, but lanes of columns 0 to 3 have a chunk's channels in LOW_UNIT, the others those in HIGH_UNIT."""
 HALF_CHUNK_COLUMNS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[1, 0, 0], [8, 0, 0]], [[2, 0, 0], [4, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0]], [], [], [16, 2, 4]
@@ -139,7 +139,7 @@ def scaled_columns(x, alpha, N: gl.constexpr):
 
 @gluon.jit
 def small_mma(a, b, acc):
-    """acc [8, 8] + a [8, K] b: half an MMA, whose other half never takes a register."""
+    """acc [8, 8] + a [8, K] b: half an MMA. The other half gets the same rows, its result is never looked at."""
     a = gl.reshape(gl.permute(gl.join(a, a), [2, 0, 1]), [16, a.shape[1]])
     c = gl.reshape(gl.permute(gl.join(acc, gl.zeros_like(acc)), [2, 0, 1]), [16, 8])
     c = gl.convert_layout(c, MMA, assert_trivial=True)
