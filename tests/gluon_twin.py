@@ -199,7 +199,7 @@ class _Kernel:
         return self.fn(*args)
 
     def __getitem__(self, grid: tuple[int, ...]):  # noqa: ANN204
-        def launch(*args: Any, num_warps: int, enable_fp_fusion: bool, maxnreg: int, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, enable_fp_fusion: bool, **constants: Any) -> None:
             values = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in args]
             for z in range(grid[2]):
                 for y in range(grid[1]):

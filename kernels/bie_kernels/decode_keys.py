@@ -41,7 +41,6 @@ from bie_kernels.gluon_tiles import (
     window_page_of,
     window_range,
 )
-from bie_kernels.keys_low import low_sets, low_statistics
 from bie_kernels.keys_pages import (
     add_page_values,
     barrier,
@@ -51,6 +50,7 @@ from bie_kernels.keys_pages import (
     page_weights,
     window_weights,
 )
+from bie_kernels.keys_low import low_sets, low_statistics
 from bie_kernels.keys_queries import load_queries, query_tile, store_queries
 from bie_kernels.keys_tiles import STATS, one_row, out_of_units, scaled_columns, small_mma
 from bie_kernels.keys_window import add_window_values, window_keys, window_values

@@ -2,8 +2,8 @@
 """Per-row sums of `decode_keys` beside its accumulator: probabilities times the minima of the values, and alone.
 
 Both are products of probabilities with rows of `ring_vm` (minima in rows 0 to 3, ones in row 4). The registers that
-hold probabilities as B operands are those of an A operand as well, whose 16 rows are two halves of the keys; rows of
-`ring_vm` are the columns of its B operand, four for either half. So one product takes 32 keys and up to four rows.
+hold probabilities as B operands are those of an A operand as well, whose 16 rows are two halves of the keys; the rows of
+`ring_vm` are its B operand's columns, four for either half. So one product takes 32 keys and up to four rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def low_sets(groups):
 
 @gluon.constexpr_function
 def _rows_layout(sets):
-    """Four rows as B operands: lanes of columns 0 to 3 have the first half of every 16 tokens, others the second."""
+    """Four rows as B operands: lanes of columns 0 to 3 have the first half of every 16 tokens, the others the second."""
     registers = [[0, 0, 0, 1], [0, 0, 0, 4], [0, 0, 0, 8]]
     high, shape = ([1, 0, 0, 0], [2, 1, 2, 64]) if sets == 1 else ([0, 1, 0, 0], [1, 2, 2, 64])
     lanes = [[0, 0, 0, 16], [0, 0, 0, 32], [0, 0, 1, 0], high, [0, 0, 0, 2]]
@@ -84,7 +84,7 @@ def scale_low(ring_low, tile: gl.constexpr, alpha, SETS: gl.constexpr):
 
 @gluon.jit
 def _halves_added(x):
-    """Sums [16, 8] -> [8 rows, 4]: half of the keys in columns 0 to 3, half in rows 8 to 15 and columns 4 to 7."""
+    """Sums [16, 8] -> [8 rows, 4]: first half of the keys in columns 0 to 3, second in rows 8 to 15 and columns 4 to 7."""
     BLOCKS: gl.constexpr = blocks_layout(16)
     i_half = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS)))
     i_column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))

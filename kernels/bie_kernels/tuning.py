@@ -42,8 +42,8 @@ class Choices:
         keys_stages, keys_narrow_stages: pages in its ring, beyond 64 channels and up to there. Keys and values are
             refilled separately and eight warps share a multiprocessor: one page hides the latency better than two
             do, except where pages are small.
-        keys_registers: registers that it may use. Left to itself, ptxas aims for 12 or 16 warps a multiprocessor in
-            some builds and spills for them; 8 are wanted.
+        keys_registers: registers that it may use. Left to itself, ptxas aims for 12 or 16 warps a multiprocessor in some
+            builds and spills for them; 8 are wanted.
         decode_stages: pages in flight in the plain decode kernel.
         decode_wide_warps: its warps for up to 8 rows of more than 128 channels. One is faster on an H200 and keeps 64
             to 300 bytes a thread in memory there, 1.4 KB on older cards with Triton 3.6. Two keep 16 at most, but
