@@ -22,7 +22,7 @@ import torch
 import triton.experimental
 import triton.language
 
-PARTS = ("gluon_tiles", "keys_tiles", "keys_queries", "keys_low", "keys_pages", "keys_window")
+PARTS = ("gluon_tiles", "keys_tiles", "keys_queries", "keys_pages", "keys_window")
 KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "bie_kernels"
 
 

@@ -30,7 +30,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from bie_kernels.gluon_tiles import (
-    CHUNKS,
     MMA,
     PAGE,
     launch_dependents,
@@ -50,9 +49,8 @@ from bie_kernels.keys_pages import (
     page_weights,
     window_weights,
 )
-from bie_kernels.keys_low import low_sets, low_statistics
 from bie_kernels.keys_queries import load_queries, query_tile, store_queries
-from bie_kernels.keys_tiles import STATS, one_row, out_of_units, scaled_columns, small_mma
+from bie_kernels.keys_tiles import MINIMA, STATS, one_row, out_of_units, scaled_columns, small_mma
 from bie_kernels.keys_window import add_window_values, window_keys, window_values
 from bie_kernels.launches import Launches
 from bie_kernels.layout import PageLayout, window_page_tokens
@@ -91,7 +89,6 @@ def _decode_rows(
     HALF: gl.constexpr = 64 if D == 64 else 128
     PARTS: gl.constexpr = (D + HALF - 1) // HALF
     GROUPS: gl.constexpr = (D + 63) // 64
-    SETS: gl.constexpr = low_sets(GROUPS)
     ROWS: gl.constexpr = G * q_len
     dtype: gl.constexpr = p_q.dtype.element_ty
     i_item = gl.program_id(0)
@@ -112,13 +109,13 @@ def _decode_rows(
     ring_vs = gl.allocate_shared_memory(gl.int16, [STAGES, 64 * (4 if GROUPS == 3 else GROUPS)], FLAT)
     ring_vm = gl.allocate_shared_memory(gl.int16, [STAGES, 8 * 64], FLAT)
     ring_f = gl.allocate_shared_memory(gl.float32, [T, 8], FLAT)
-    ring_low = gl.allocate_shared_memory(gl.float32, [T * SETS, 16, 8], TABLE)
+    ring_low = gl.allocate_shared_memory(gl.float32, [T, 8, 8], TABLE)
     ring_q = gl.allocate_shared_memory(gl.int16, [T, 8 * HALF * PARTS], FLAT)
     # Row 4 of every stage's minima sums the probabilities; nothing else writes it.
-    i_one = gl.arange(0, 8 * 64, layout=CHUNKS)
-    ones = gl.where(i_one // 64 == 4, 0x3C00, 0).to(gl.int16)
+    i_one = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, MINIMA)), 1)
+    ones = gl.where(i_one == 4, 0x3C00, 0).to(gl.int16).broadcast_to([8, 64])
     for i in gl.static_range(STAGES):
-        ring_vm.index(i).store(ones)
+        ring_vm.index(i).reshape([8, 64]).store(ones)
     barrier()  # before copies write the other rows
 
     # 1. INT4 for every query.
@@ -143,8 +140,7 @@ def _decode_rows(
     for _ in gl.static_range(T * (D // VB)):
         acc = acc + (gl.full([VB, 8], 0.0, gl.float32, MMA),)
     for i in gl.static_range(T):
-        for i_set in gl.static_range(SETS):
-            ring_low.index(i * SETS + i_set).store(gl.full([16, 8], 0.0, gl.float32, MMA))
+        ring_low.index(i).store(gl.full([8, 8], 0.0, gl.float32, STATS))
         peak = peak + (gl.full([8, 8], NEGATIVE, gl.float32, STATS),)
     if first < last:
         following = gl.load(p_table + gl.minimum(first + STAGES, last - 1)).to(gl.int64)
@@ -207,9 +203,6 @@ def _decode_rows(
     for i in gl.static_range(T * (D // VB)):
         new_acc = new_acc + (out_of_units(acc[i], VB),)
     acc = new_acc  # the window's values have no units
-    for tile in gl.static_range(T):
-        sums = low_statistics(ring_low, tile, SETS)
-        ring_low.index(tile * SETS).slice(0, 8, 0).store(sums)
 
     # 3. The 16-bit window, one window page a step, queries in their own dtype.
     i_r, u_first, u_last, seq_len, computed = _item(p_plan, o_items, q_len)
@@ -255,12 +248,12 @@ def _decode_rows(
                         x = scaled_columns(acc[block * T + tile], alpha[tile], VB)
                         new_acc = new_acc + (add_window_values(parts, weights[tile], x, VB),)
                 for tile in gl.static_range(T):
-                    low = ring_low.index(tile * SETS).slice(0, 8, 0)
+                    low = ring_low.index(tile)
                     low.store(small_mma(w_ones, weights[tile], low.load(STATS) * alpha[tile]))
                 acc = new_acc
 
     for tile in gl.static_range(T):
-        low = ring_low.index(tile * SETS).slice(0, 8, 0).load(STATS)
+        low = ring_low.index(tile).load(STATS)
         minima = ()
         for group in gl.static_range(GROUPS):
             minimum = gl.convert_layout(one_row(low, group), gl.SliceLayout(0, MMA))
@@ -329,6 +322,7 @@ def launch(
     del soft_cap
     budget, heads, rows, _ = acc.shape
     tile = keys_tile(rows, layout.head_size, q.device)
+    registers = choices(q.device).keys_registers
     launch_decode_keys[(budget, heads, tile.programs)](
         q, body.view(torch.int16), window, body_table, window_table, plan, acc, peak, total,
         q.stride(0), q.stride(1), body.stride(0) // 2, body.stride(1) // 2,
@@ -336,5 +330,5 @@ def launch(
         plan.shape[0] - 4 * budget, scale, sink_tokens, recent_tokens, retained,
         q_len=q_len, H=heads, G=rows // q_len, D=layout.head_size, T=tile.tiles, LAST=tile.last,
         WINDOW_PAGE=window_page_tokens(q.element_size()), STAGES=tile.stages, LOAD=2, VB=32, PDL=overlaps(q.device),
-        num_warps=1, enable_fp_fusion=True, maxnreg=choices(q.device).keys_registers,
+        num_warps=1, enable_fp_fusion=True, **({"maxnreg": registers} if registers else {}),
     )  # fmt: skip

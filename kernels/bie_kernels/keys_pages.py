@@ -14,21 +14,23 @@ from bie_kernels.gluon_tiles import (
     PAGE,
     TOKEN_META,
     copy_async,
+    rows_layout,
     slots_to_tokens,
     value_tile,
 )
-from bie_kernels.keys_low import add_low, low_sets, scale_low
 from bie_kernels.keys_queries import query_rows
 from bie_kernels.keys_tiles import (
     HALF_CHUNK_COLUMNS,
     HALF_CHUNK_META,
     KEY_META,
+    MINIMA,
     STATS,
     halves_sum,
     key_operand,
     over_blocks,
     row_blocks,
     scaled_columns,
+    small_mma,
     split_words,
     weight_operand,
     word_rows,
@@ -171,7 +173,8 @@ def page_weights(
             top = gl.expand_dims(gl.max(tops[tile], 0), 0).broadcast_to([8, 8])
             new_peak = new_peak + (gl.maximum(peak[tile], top * factors[tile] + shifts[tile] + AHEAD),)
             alphas = alphas + (gl.exp2(peak[tile] - new_peak[tile]),)
-            scale_low(ring_low, tile, alphas[tile], low_sets((D + 63) // 64))
+            low = ring_low.index(tile)
+            low.store(low.load(STATS) * alphas[tile])
         new_acc = ()
         for block in gl.static_range(D // VB):
             for tile in gl.static_range(T):
@@ -190,7 +193,10 @@ def page_weights(
 def add_page_values(
     weights, acc, ring_low, ring_v, ring_vs, ring_vm, stage, D: gl.constexpr, T: gl.constexpr, VB: gl.constexpr,
 ):  # fmt: skip
-    """acc + codes.(p * scale); acc is D // VB blocks of T tiles. For ring_low see `add_low`."""
+    """acc + codes.(p * scale); acc is D // VB blocks of T tiles.
+
+    low += p times the minima of the groups (rows 0 to 3) and ones (row 4).
+    """
     new_acc = ()
     scaled = weights
     for block in gl.static_range(D // VB):
@@ -204,7 +210,14 @@ def add_page_values(
         values = value_tile(ring_v.index(stage * (D // VB) + block).load(CHUNKS), VB)
         for tile in gl.static_range(T):
             new_acc = new_acc + (mma_v2(values, scaled[tile], acc[block * T + tile]),)
-    add_low(weights, ring_low, ring_vm, stage, T, low_sets((D + 63) // 64))
+    minima = ring_vm.index(stage).reshape([8, 64]).load(MINIMA).to(gl.float16, bitcast=True)
+    minima = gl.permute(gl.reshape(minima, [8, 4, 4, 2, 2]), [0, 2, 3, 1, 4])  # row, t, x, i1, e
+    minima = gl.convert_layout(gl.reshape(minima, [8, PAGE]), rows_layout(8, PAGE), assert_trivial=True)
+    lows = ()  # read before any is written: no wait between the products
+    for tile in gl.static_range(T):
+        lows = lows + (small_mma(minima, weights[tile], ring_low.index(tile).load(STATS)),)
+    for tile in gl.static_range(T):
+        ring_low.index(tile).store(lows[tile])
     return new_acc
 
 

@@ -24,6 +24,11 @@ HALF_CHUNK_COLUMNS = gl.constexpr(
     )
 )
 """[16 channels, 2 units, 4]: the columns of a B operand in two."""
+MINIMA = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], [], [], [8, 64]
+    )
+)
 WINDOW_KEYS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [], [], [16, 32]

@@ -42,8 +42,8 @@ class Choices:
         keys_stages, keys_narrow_stages: pages in its ring, beyond 64 channels and up to there. Keys and values are
             refilled separately and eight warps share a multiprocessor: one page hides the latency better than two
             do, except where pages are small.
-        keys_registers: registers that it may use. Left to itself, ptxas aims for 12 or 16 warps a multiprocessor in some
-            builds and spills for them; 8 are wanted.
+        keys_registers: registers that it may use, if ptxas is to be told: it aims for 12 warps a multiprocessor on
+            some cards, and spills for them.
         decode_stages: pages in flight in the plain decode kernel.
         decode_wide_warps: its warps for up to 8 rows of more than 128 channels. One is faster on an H200 and keeps 64
             to 300 bytes a thread in memory there, 1.4 KB on older cards with Triton 3.6. Two keep 16 at most, but
@@ -59,7 +59,7 @@ class Choices:
     keys_wide_tiles: int = 2
     keys_stages: int = 1
     keys_narrow_stages: int = 2
-    keys_registers: int = 255
+    keys_registers: int | None = None
     decode_stages: int = 2
     decode_wide_warps: int = 1
     prefill_rows: int = 64
@@ -73,8 +73,8 @@ MEASURED = Choices()
 
 CHOICES: dict[Card, Choices] = {
     (8, 0): replace(MEASURED, decode_wide_warps=2),  # not measured
-    (8, 6): replace(MEASURED, decode_wide_warps=2),  # not measured
-    (8, 9): replace(MEASURED, decode_wide_warps=2),  # not measured
+    (8, 6): replace(MEASURED, decode_wide_warps=2, keys_registers=255),  # not measured
+    (8, 9): replace(MEASURED, decode_wide_warps=2, keys_registers=255),  # not measured
     (9, 0): MEASURED,
     (10, 0): replace(MEASURED, decode_wide_warps=2),  # not measured
     (12, 0): replace(MEASURED, decode_wide_warps=2),  # not measured
@@ -186,8 +186,7 @@ def keys_shared(head_size: int, tiles: int, stages: int) -> int:
     parts = cdiv(head_size, half)
     meta_rows = 4 if head_size > 128 else cdiv(head_size, 64)  # scales of the values' groups, 3 are kept as 4
     page = parts * (16 * half + 2 * half) + 16 * head_size + 64 * meta_rows + 8 * 64  # halfwords
-    sums = 4 * 128 * (1 if head_size <= 128 else 2)
-    return 2 * stages * page + tiles * (2 * 8 * half * parts + 4 * 8 + sums)
+    return 2 * stages * page + tiles * (2 * 8 * half * parts + 4 * 8 + 4 * 64)
 
 
 @dataclass(frozen=True)
