@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ def finish_layers(vllm_config: VllmConfig) -> None:
         any_layer: Any = layer
         if any_layer.kv_cache_dtype == DTYPE_NAME:
             continue
-        any_layer.attn_backend = _block_outermost(any_layer.attn_backend)
+        any_layer.attn_backend = _beside_ours(any_layer.attn_backend)
         if not hasattr(any_layer, "int4_asym_target"):
             check_drafter_layer(name, any_layer, vllm_config)
             original = type(any_layer).get_kv_cache_spec
@@ -70,6 +71,37 @@ def finish_layers(vllm_config: VllmConfig) -> None:
 
 
 @functools.cache
+def _beside_ours(backend: Any) -> Any:
+    """A full-precision layer's backend, as it must be in an engine whose dtype is int4_asym."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return _block_outermost(backend)
+    return full_precision_schedule(backend) if backend.get_name() == "FLASH_ATTN" else backend
+
+
+def full_precision_schedule(backend: Any) -> Any:
+    """FlashAttention whose schedules are made for the layers' own dtype.
+
+    Its builder takes fp8 for granted if the engine's cache dtype is a quantised one. Whether a schedule has
+    room for splits depends on that: eagerly FlashAttention 3 refuses the wrong size, in a graph nobody would see it.
+    """
+    builder: Any = backend.get_builder_cls()
+
+    class FullPrecisionBuilder(builder):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.cache_config = copy.copy(self.cache_config)
+            self.cache_config.cache_dtype = "auto"
+
+    class FullPrecisionFlashAttentionBackend(backend):
+        @staticmethod
+        def get_builder_cls() -> Any:
+            return FullPrecisionBuilder
+
+    return FullPrecisionFlashAttentionBackend
+
+
 def _block_outermost(backend: Any) -> Any:
     """The CPU backend, offered in our layout as well; others as they are.
 
@@ -77,12 +109,8 @@ def _block_outermost(backend: Any) -> Any:
     and gives a draft model a group of its own. Its kernels take the strides of blocks
     and heads from the tensor and need the interior of a block contiguous, nothing else.
     """
-    from vllm.platforms import current_platform
-    from vllm.v1.kv_cache_interface import KVCacheLayout
-
-    if not current_platform.is_cpu():
-        return backend
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_interface import KVCacheLayout
 
     if backend is not CPUAttentionBackend:
         return backend

@@ -396,6 +396,35 @@ def test_layers_that_a_loader_has_changed_are_refused_as_well(case):
         assert sentence in str(raised.value)
 
 
+@pytest.mark.parametrize(("dtype", "changed"), [("int4_asym", True), ("fp8", True), ("fp8", False)])
+def test_full_precision_layers_are_scheduled_for_their_own_dtype(dtype, changed, monkeypatch):
+    """vLLM's FlashAttention builder takes fp8 for granted beside a quantised cache; ours of it does not."""
+    from types import SimpleNamespace as Namespace
+
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends import flash_attn
+
+    from bie_vllm_plugin.layers import full_precision_schedule
+
+    backend = flash_attn.FlashAttentionBackend
+    if changed:
+        backend = full_precision_schedule(backend)
+    cache_config = Namespace(cache_dtype=dtype)
+    heads = {"num_heads_q": 4, "num_heads_kv": 2, "headdim": 64, "block_size": 64, "dcp_world_size": 1}
+    heads |= {"kv_cache_dtype": torch.bfloat16, "aot_sliding_window": (-1, -1), "cache_config": cache_config}
+    monkeypatch.setattr(flash_attn.FlashAttentionMetadataBuilder, "__init__", lambda self: vars(self).update(heads))
+    asked = {}
+    monkeypatch.setattr(flash_attn, "get_scheduler_metadata", asked.update, raising=False)
+    builder = backend.get_builder_cls()()
+    builder._get_scheduler_metadata(
+        aot_schedule=True, batch_size=1, cu_query_lens=None, max_query_len=1, seqlens=None, max_seq_len=64, causal=True,
+        max_num_splits=0,
+    )  # fmt: skip
+    assert asked["qkv_dtype"] == (torch.bfloat16 if changed else current_platform.fp8_dtype())
+    assert backend.get_name() == "FLASH_ATTN" and cache_config.cache_dtype == dtype  # the engine's own is left alone
+
+
 @pytest.mark.parametrize("builder", ["initialize_model", "init_tensorizer_model"])
 @pytest.mark.parametrize("case", DRAFTER_LAYERS)
 def test_drafters_are_refused_before_their_weights_are_read(case, builder, monkeypatch):
