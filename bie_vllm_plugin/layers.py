@@ -89,6 +89,8 @@ def full_precision_schedule(backend: Any) -> Any:
     builder: Any = backend.get_builder_cls()
 
     class FullPrecisionBuilder(builder):
+        cache_config: Any
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.cache_config = copy.copy(self.cache_config)
