@@ -45,6 +45,9 @@ TIE = 0.02
 SHARED = 0.9
 """Least share of the probes' tokens that come before any parting; what follows is another text."""
 
+SHARED_COARSE = 0.7
+"""The same where the model is not in fp32: bf16's logits come in steps of 1/64 beyond 2, and texts part at ties."""
+
 COARSE = 10
 """Factor on `WORST` and `TIE` where the model is not in fp32."""
 
@@ -156,7 +159,7 @@ def soak(model: str, options: argparse.Namespace) -> dict:
         [{"llm": fresh, "steps": [generate(driver.probes, n=PROBE_TOKENS, one_by_one=True)]}]
     )
     memory = driver.run(options.requests)
-    factor = 1 if options.dtype == "float32" else COARSE
+    factor, enough = (1, SHARED) if options.dtype == "float32" else (COARSE, SHARED_COARSE)
     compared = [compare_answer(known[i], answer, WORST * factor, TIE * factor) for i, answer in driver.answers]
     shared = sum(probe["shared"] for probe in compared) / max(1, PROBE_TOKENS * len(compared))
     metrics = {m.name: m.value for m in engine.get_metrics() if hasattr(m, "value")}
@@ -165,7 +168,7 @@ def soak(model: str, options: argparse.Namespace) -> dict:
     probes = len(range(0, options.requests, PROBE_EVERY))
     checks = {
         "every probe answered": len(driver.answers) == probes and not driver.asked,
-        "probes right": all(probe["right"] for probe in compared) and shared >= SHARED,
+        "probes right": all(probe["right"] for probe in compared) and shared >= enough,
         "no leaked page": state["free"] == state["pages"] - 1 and state["known"] == state["referenced"] == 0,
         "preempted": metrics["vllm:num_preemptions"] > 0,
         "drafts accepted": not options.drafts or metrics["vllm:spec_decode_num_accepted_tokens"] > 0,
@@ -177,7 +180,7 @@ def soak(model: str, options: argparse.Namespace) -> dict:
         "probes": probes, "probes_right": sum(probe["right"] for probe in compared),
         "tokens_shared": shared, "worst_nats": max((probe["worst"] for probe in compared), default=None),
         "partings_nats": [str(probe["gap"]) for probe in compared if probe["gap"] is not None],
-        "bounds": {"worst": WORST * factor, "tie": TIE * factor, "shared": SHARED},
+        "bounds": {"worst": WORST * factor, "tie": TIE * factor, "shared": enough},
         "preemptions": metrics["vllm:num_preemptions"], "pool": state,
         "prefix_hits": metrics["vllm:prefix_cache_hits"], "growth_mib": growth / 2**20,
         "seconds": round(time.time() - start),
