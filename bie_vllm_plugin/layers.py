@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -63,47 +62,28 @@ def finish_layers(vllm_config: VllmConfig) -> None:
         any_layer: Any = layer
         if any_layer.kv_cache_dtype == DTYPE_NAME:
             continue
-        any_layer.attn_backend = _beside_ours(any_layer.attn_backend)
+        any_layer.attn_backend = _block_outermost(any_layer.attn_backend)
         if not hasattr(any_layer, "int4_asym_target"):
             check_drafter_layer(name, any_layer, vllm_config)
             original = type(any_layer).get_kv_cache_spec
             any_layer.get_kv_cache_spec = functools.partial(drafter_spec_of, any_layer, original)
+    full_precision_schedules(vllm_config)
+
+
+def full_precision_schedules(vllm_config: VllmConfig) -> None:
+    """Layers without INT4 get a backend whose metadata is made for their own dtype."""
+    from vllm.model_executor.layers.attention import Attention
+
+    from bie_vllm_plugin.vllm_compat import full_precision_schedule
+
+    layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+    for layer in [layer for layer in layers.values() if isinstance(layer, Attention)]:
+        any_layer: Any = layer
+        if any_layer.kv_cache_dtype != DTYPE_NAME:
+            any_layer.attn_backend = full_precision_schedule(any_layer.attn_backend)
 
 
 @functools.cache
-def _beside_ours(backend: Any) -> Any:
-    """A full-precision layer's backend, as it must be in an engine whose dtype is int4_asym."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        return _block_outermost(backend)
-    return full_precision_schedule(backend) if backend.get_name() == "FLASH_ATTN" else backend
-
-
-def full_precision_schedule(backend: Any) -> Any:
-    """FlashAttention whose schedules are made for the layers' own dtype.
-
-    Its builder takes fp8 for granted if the engine's cache dtype is a quantised one. Whether a schedule has
-    room for splits depends on that: eagerly FlashAttention 3 refuses the wrong size, in a graph nobody would see it.
-    """
-    builder: Any = backend.get_builder_cls()
-
-    class FullPrecisionBuilder(builder):
-        cache_config: Any
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.cache_config = copy.copy(self.cache_config)
-            self.cache_config.cache_dtype = "auto"
-
-    class FullPrecisionFlashAttentionBackend(backend):
-        @staticmethod
-        def get_builder_cls() -> Any:
-            return FullPrecisionBuilder
-
-    return FullPrecisionFlashAttentionBackend
-
-
 def _block_outermost(backend: Any) -> Any:
     """The CPU backend, offered in our layout as well; others as they are.
 
@@ -111,8 +91,12 @@ def _block_outermost(backend: Any) -> Any:
     and gives a draft model a group of its own. Its kernels take the strides of blocks
     and heads from the tensor and need the interior of a block contiguous, nothing else.
     """
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    if not current_platform.is_cpu():
+        return backend
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     if backend is not CPUAttentionBackend:
         return backend

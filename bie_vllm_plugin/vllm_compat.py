@@ -19,11 +19,13 @@ What is wrapped, and why no public way does it:
 * `_project_kv_cache_groups_to_worker` (one may have no layer of a group),
 * `get_kv_cache_configs` (what would the pool hold under `auto`?),
 * `GPUModelRunner.calculate_reorder_batch_threshold` (and order a batch alike),
+* FlashAttention's metadata builder, by a subclass for layers without INT4 (`full_precision_schedule`),
 * `KVCacheManager.__init__` (is the pool large enough to prefill in chunks?) and
   `get_computed_blocks` (tells the window manager of shared-prefix junctions).
 """
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import sys
@@ -186,7 +188,7 @@ def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:
         return
     from bie_kernels.layout import PAGE_TOKENS
     from bie_vllm_plugin.checks import check_built_layers
-    from bie_vllm_plugin.layers import attach_layers, finish_layers
+    from bie_vllm_plugin.layers import attach_layers, finish_layers, full_precision_schedules
 
     quantised = check_built_layers(vllm_config)  # again, with a drafter's: some loaders build models by themselves
     if not quantised:
@@ -196,6 +198,7 @@ def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:
         )
     pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
     if not quantised and not pipeline:  # all layers are windowed or skipped: as under `auto`, pages included
+        full_precision_schedules(vllm_config)
         original(vllm_config)
         return
     if not quantised:  # nothing else did it: the layers of this rank join the groups of the others
@@ -204,6 +207,37 @@ def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:
         _wrap_batch_order()
     vllm_config.cache_config.block_size = PAGE_TOKENS
     finish_layers(vllm_config)
+
+
+@functools.cache
+def full_precision_schedule(backend: Any) -> Any:
+    """FlashAttention whose schedules are made for the layers' own dtype; other backends as they are.
+
+    Its builder takes fp8 for granted if the engine's cache dtype is a quantised one, which ours is in 0.33.
+    Whether a schedule has room for splits depends on that: eagerly FlashAttention 3 refuses the wrong size (and
+    a pipeline then waits for ever), in a graph nobody would see it.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return backend
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+
+    builder: Any = backend.get_builder_cls()
+    if not issubclass(builder, FlashAttentionMetadataBuilder):
+        return backend
+
+    class FullPrecisionBuilder(builder):
+        cache_config: Any
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.cache_config = copy.copy(self.cache_config)
+            self.cache_config.cache_dtype = "auto"
+
+    name = f"FullPrecision{backend.__name__}"  # vLLM tells backends apart by their names
+    members = {"get_builder_cls": staticmethod(lambda: FullPrecisionBuilder), "__module__": backend.__module__}
+    return type(name, (backend,), members)
 
 
 # -- scheduler -----------------------------------------------------------------------

@@ -106,6 +106,16 @@ class Batch:
             self._write(body, window, r, done, done + n)
         return body, window
 
+    def rewrite(self) -> None:
+        """Caches and inputs anew, after a test has changed keys or values (a batch without padding)."""
+        for r, done in enumerate(self.computed):
+            self._write(self.body, self.window, r, 0, done)
+        _poison_window(self, self.window.shape[2])
+        self.k, self.v = (
+            torch.cat([x[done:] for x, done in zip(rows, self.computed, strict=True)])
+            for rows in (self.keys, self.values)
+        )
+
     def _write(self, body: torch.Tensor, window: torch.Tensor, r: int, start: int, end: int) -> None:
         layout, k, v = self.layout, self.keys[r].float(), self.values[r].float()
         for page in range(start // PAGE_TOKENS, -(-end // PAGE_TOKENS)):

@@ -396,33 +396,62 @@ def test_layers_that_a_loader_has_changed_are_refused_as_well(case):
         assert sentence in str(raised.value)
 
 
-@pytest.mark.parametrize(("dtype", "changed"), [("int4_asym", True), ("fp8", True), ("fp8", False)])
-def test_full_precision_layers_are_scheduled_for_their_own_dtype(dtype, changed, monkeypatch):
-    """vLLM's FlashAttention builder takes fp8 for granted beside a quantised cache; ours of it does not."""
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """The platform says that it is CUDA, once what looks at it while being imported is there."""
+    import vllm.v1.attention.backends.flash_attn  # noqa: F401
+    from vllm.platforms import current_platform
+
+    from bie_vllm_plugin.layers import _block_outermost
+    from bie_vllm_plugin.vllm_compat import full_precision_schedule
+
+    caches = (_block_outermost, full_precision_schedule)
+    [cached.cache_clear() for cached in caches]
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    yield
+    [cached.cache_clear() for cached in caches]
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["beside INT4 layers", "no INT4 layer"])
+def test_full_precision_layers_are_scheduled_for_their_own_dtype(everything, on_cuda, monkeypatch):
+    """vLLM's FlashAttention builder makes schedules for fp8 beside a quantised cache; that of our layers does not."""
     from types import SimpleNamespace as Namespace
 
     import torch
-    from vllm.platforms import current_platform
     from vllm.v1.attention.backends import flash_attn
 
-    from bie_vllm_plugin.layers import full_precision_schedule
+    from bie_vllm_plugin import vllm_compat
 
     backend = flash_attn.FlashAttentionBackend
-    if changed:
-        backend = full_precision_schedule(backend)
-    cache_config = Namespace(cache_dtype=dtype)
-    heads = {"num_heads_q": 4, "num_heads_kv": 2, "headdim": 64, "block_size": 64, "dcp_world_size": 1}
-    heads |= {"kv_cache_dtype": torch.bfloat16, "aot_sliding_window": (-1, -1), "cache_config": cache_config}
-    monkeypatch.setattr(flash_attn.FlashAttentionMetadataBuilder, "__init__", lambda self: vars(self).update(heads))
-    asked = {}
-    monkeypatch.setattr(flash_attn, "get_scheduler_metadata", asked.update, raising=False)
-    builder = backend.get_builder_cls()()
-    builder._get_scheduler_metadata(
-        aot_schedule=True, batch_size=1, cu_query_lens=None, max_query_len=1, seqlens=None, max_seq_len=64, causal=True,
-        max_num_splits=0,
-    )  # fmt: skip
-    assert asked["qkv_dtype"] == (torch.bfloat16 if changed else current_platform.fp8_dtype())
-    assert backend.get_name() == "FLASH_ATTN" and cache_config.cache_dtype == dtype  # the engine's own is left alone
+    dense = built(dtype="auto", backend=backend, window=64 if everything else None)
+    config = config_with(dense, skip=["sliding_window"] if everything else ["3"])
+    config.parallel_config = Namespace(pipeline_parallel_size=1)
+    config.cache_config.cache_dtype = "int4_asym"
+    if not everything:
+        ours = config.compilation_config.static_forward_context["model.layers.4.self_attn.attn"] = built()
+    monkeypatch.setattr("bie_vllm_plugin.checks.check_built_layers", lambda config: int(not everything))
+    dense.int4_asym_target = True
+    vllm_compat._update_block_size(lambda config: None, config)
+    builder = dense.attn_backend.get_builder_cls()
+    assert dense.attn_backend.get_name() == "FLASH_ATTN" and issubclass(dense.attn_backend, backend)
+    assert dense.attn_backend.full_cls_name() != backend.full_cls_name()
+    assert everything or ours.attn_backend.get_name() == "CUSTOM"  # its own builder
+
+    cache_config = Namespace(cache_dtype="fp8")
+    members = {"num_heads_q": 4, "num_heads_kv": 2, "headdim": 64, "block_size": 64, "dcp_world_size": 1}
+    members |= {"kv_cache_dtype": torch.bfloat16, "aot_sliding_window": (-1, -1), "cache_config": cache_config}
+    monkeypatch.setattr(flash_attn.FlashAttentionMetadataBuilder, "__init__", lambda self: vars(self).update(members))
+    monkeypatch.setattr(flash_attn.current_platform, "fp8_dtype", lambda: torch.float8_e4m3fn, raising=False)
+    for cls, dtype in ((builder, torch.bfloat16), (backend.get_builder_cls(), torch.float8_e4m3fn)):
+        asked = {}
+        monkeypatch.setattr(flash_attn, "get_scheduler_metadata", asked.update, raising=False)
+        cls()._get_scheduler_metadata(
+            aot_schedule=True, batch_size=1, cu_query_lens=None, max_query_len=1, seqlens=None, max_seq_len=64,
+            causal=True, max_num_splits=0,
+        )  # fmt: skip
+        assert asked["qkv_dtype"] == dtype
+    assert cache_config.cache_dtype == "fp8"  # the engine's own is left alone
 
 
 @pytest.mark.parametrize("builder", ["initialize_model", "init_tensorizer_model"])

@@ -8,6 +8,7 @@ find places that are refilled too early. A part of the matrix is quick, the rest
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable
 from functools import lru_cache
@@ -19,8 +20,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from gluon_twin import twin  # noqa: E402
-from kernel_cases import LENGTHS  # noqa: E402
-from test_decode import check  # noqa: E402
+from kernel_cases import LENGTHS, make_batch, relative_error  # noqa: E402
+from test_decode import check, run  # noqa: E402
 
 from bie_kernels import decode  # noqa: E402
 from bie_kernels.layout import PageLayout  # noqa: E402
@@ -81,6 +82,31 @@ def test_rows(late: bool, rows: tuple[int, int], size: int) -> None:
 )  # fmt: skip
 def test_windows_and_ranges(late: bool, options: dict) -> None:
     check([64 * 3 + 17, 400], PageLayout(64), heads=1, fast=True, **options)
+
+
+@pytest.mark.parametrize("late", [True])
+def test_small_values_under_a_dominant_key(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the weight is one packed key's, the rest flat over 4k: times small value scales it is near fp16's end."""
+    monkeypatch.setattr(decode, "item_budget", lambda *_: 1)
+    batch = make_batch([(4095, 1)], PageLayout(64), heads=1, offset=0.0)
+    q = (torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(1)) * 0.3).to(FP16)
+    row = q[0, 0].float()
+    batch.keys[0][70] = (row * 8 * math.log(4095) / row.dot(row)).to(FP16)
+    batch.values[0].mul_(0.0015)  # scales of 0.0005
+    batch.rewrite()
+    out = run(batch, q, q_len=1, fast=True)
+    assert relative_error(out[:, :1], batch.expected(q, 64**-0.5)[:, :1]) < 0.01
+
+
+@pytest.mark.parametrize("late", [True])
+def test_keys_of_every_size_that_fp16_holds(late: bool) -> None:
+    """A channel from -65,000 to 65,000, and a query whose largest number is just below a power of two there."""
+    batch = make_batch([(400, 1)], PageLayout(64), heads=1, offset=0.0)
+    batch.keys[0][64:128, 0, 0] = torch.tensor([65000.0, -65000.0]).repeat(32).to(FP16)
+    batch.rewrite()
+    q = torch.full((1, 2, 64), 1e-3, dtype=FP16)
+    q[..., 0] = 0.0155
+    assert relative_error(run(batch, q, q_len=1, fast=True), batch.expected(q, 64**-0.5)) < 2e-3
 
 
 @pytest.mark.parametrize("late", [True, False])

@@ -14,7 +14,7 @@ of A and columns of B by lane; see `gluon_tiles`):
 * The key minimum gives one number a row, from one more product with queries as A; it is added
   to the row's maximum, never to the scores. Value minima and a row of ones, which sums the
   probabilities, are half an A tile more.
-* Exponents are relative to a peak that is set ahead of the scores, so that most pages need no
+* Exponents are relative to a peak that scores may exceed a little, so that most pages need no
   reduction over lanes and scale nothing anew.
 * Queries wait in shared memory, in fragment order, since registers are short. Pages come
   by cp.async; keys and values are waited for, and their place refilled, separately.

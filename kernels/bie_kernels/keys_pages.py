@@ -37,8 +37,9 @@ from bie_kernels.keys_tiles import (
 )
 from bie_kernels.tiles import NEGATIVE
 
-AHEAD = gl.constexpr(2.0)
-"""Powers of two by which a peak is set beyond the largest score: what probabilities may lose of their range in fp16."""
+EXCESS = gl.constexpr(0x40000000)
+"""2.0 as fp32 bits: powers of two by which scores may exceed a peak. Probabilities of up to 4 times the largest value
+scale (131,008 / 15) stay below fp16's largest number."""
 # Triton 3.9 renamed it.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
@@ -149,9 +150,9 @@ def page_weights(
 ):  # fmt: skip
     """Online softmax of a page's scores: (B operands, peaks, acc).
 
-    A row's peak is what its exponents are taken relative to: at least every score so far, AHEAD of the largest
-    one when it was set. So most pages exceed no peak, and nothing has to be scaled anew: maxima are not even
-    reduced over lanes, only that no lane exceeds its row's peak.
+    A row's peak is what its exponents are taken relative to: the largest score when it was set, and no later one
+    exceeds it by more than 2. So most pages leave the peaks alone, and nothing has to be scaled anew: maxima are not
+    even reduced over lanes, only that no lane exceeds its row's peak by more.
     """
     factors = ()
     shifts = ()
@@ -166,12 +167,12 @@ def page_weights(
         shifts = shifts + (shift,)
         tops = tops + (top,)
     bits = gl.reshape(excess, [64]).to(gl.int32, bitcast=True)  # one instruction finds the largest integer of a warp
-    if gl.max(bits, 0) > 0:
+    if gl.max(bits, 0) > EXCESS:
         new_peak = ()
         alphas = ()
         for tile in gl.static_range(T):
             top = gl.expand_dims(gl.max(tops[tile], 0), 0).broadcast_to([8, 8])
-            new_peak = new_peak + (gl.maximum(peak[tile], top * factors[tile] + shifts[tile] + AHEAD),)
+            new_peak = new_peak + (gl.maximum(peak[tile], top * factors[tile] + shifts[tile]),)
             alphas = alphas + (gl.exp2(peak[tile] - new_peak[tile]),)
             low = ring_low.index(tile)
             low.store(low.load(STATS) * alphas[tile])

@@ -57,7 +57,9 @@ def store_queries(
             size = gl.max(gl.abs(wide), 1)
             power = (size.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
             power = gl.where(size < 1.0e30, gl.maximum(power, LEAST_POWER), 1.0)
-            power = power * 0.25  # largest numbers from 4 to 8: half of them are divided by 16 now
+            # Largest numbers from 2 to 4: times the largest key scale (131,008 / 15) they stay within fp16, and half of
+            # them are divided by 16 now.
+            power = power * 0.5
             i_k = gl.expand_dims(gl.arange(0, BD, layout=gl.SliceLayout(0, rows_layout(8, BD))), 0)
             unit = gl.where((i_k >> 3) % 2 == 0, 1.0, LOW_UNIT / HIGH_UNIT)
             q = (wide / gl.expand_dims(power, 1) * unit).to(gl.float16)

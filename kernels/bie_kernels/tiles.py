@@ -32,10 +32,11 @@ NEGATIVE = tl.constexpr(-1.0e30)
 """Stands for minus infinity: finite, so that a row without keys makes no NaN."""
 
 MASKED_SCORE = tl.constexpr(-3.0e38)
-"""Where the products of a masked key start: times LEAST_POWER and any softmax scale still far below NEGATIVE."""
+"""Where the products of a masked key start: times any row's factor far below NEGATIVE, or minus infinity."""
 
 LEAST_POWER = tl.constexpr(2.0**-10)
-"""What a query row is divided by at least. Its fp16 numbers may then be subnormal, but its scores are nothing."""
+"""What a query row is divided by at least (`decode_keys`: half of it). Its fp16 numbers may then be subnormal, but its
+scores are nothing."""
 
 WINDOW_WEIGHT = tl.constexpr(2)
 """Units of a window page: as many bytes as a body page, but read without a pipeline."""
