@@ -74,11 +74,12 @@ def scored(run: list[dict], scores: list[dict], control: dict | None = None) -> 
     """Log-probabilities of decoded tokens by the engine that decoded them and by one that scored them.
 
     Weights and activations of 8 bits multiply what kernels round differently, for `auto`'s own two backends as well:
-    the bound grows with the control.
+    the bound grows with the control, as long as that says anything (below 0.1).
     """
     pairs = [(r["logprobs"], s["prompt_logprobs"][-len(r["tokens"]) :]) for r, s in zip(run, scores, strict=True)]
     difference = np.abs(np.concatenate([np.subtract(*pair) for pair in pairs]))
     bound = max(0.02, 1.5 * control["median"]) if control else 0.02
+    bound = bound if bound < 0.15 else 0.0
     ok = np.isfinite(difference).all() and np.median(difference) < bound and difference.max() < 0.6
     return {"ok": bool(ok), "median": float(np.median(difference)), "max": float(difference.max())}
 
@@ -193,7 +194,7 @@ def across(**kwargs) -> dict:
 
     With all in 16 bits the two must differ as little as `auto`'s two do. Sums in another order flip codes of INT4, so
     that there the yardstick is what INT4 itself costs: one GPU with INT4 against one with `auto` on the same texts.
-    Two GPUs may be apart from one by no more than that, nor farther from `auto` than one is.
+    Two GPUs may be apart from one by no more than that, nor farther from `auto` than half again as much as one is.
     """
     if skipped := lacking(gpus=2):
         return skipped
@@ -221,7 +222,8 @@ def across(**kwargs) -> dict:
     median = {name: float(np.median(np.abs(x))) for name, x in differences.items()}
     worst = {name: float(np.abs(x).max()) for name, x in differences.items()}
     cost = median["one with INT4, one with auto"]
-    ok = median["16 bits: two, one"] <= max(0.01, 2 * median["auto: two, one"])
+    ok = all(np.isfinite(x).all() for x in differences.values())
+    ok = ok and median["16 bits: two, one"] <= max(0.01, 2 * median["auto: two, one"])
     ok = ok and median["int4_asym: two, one"] <= max(0.01, cost)
     ok = ok and median["two with INT4, one with auto"] <= max(0.01, 1.5 * cost)
     return {"ok": bool(ok and max(worst.values()) < 0.6), "median": median, "max": worst}
