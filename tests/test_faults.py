@@ -151,7 +151,7 @@ class TestServer:
         told = [result_of(200, event)["tokens"][0] for event in heard]
         assert told == fresh["crowd"][0]["tokens"][:20]
         check_answers(server, fresh)
-        assert 20 <= server.metric("vllm:generation_tokens_total") - before < 800
+        assert 20 <= server.metric("vllm:generation_tokens_total") - before < 1500  # else all 1,500, and the probes
 
     def test_killed_engine(self, server, fresh):
         kill(server, fresh, "VLLM::EngineCore", "a process of its engine ended without a message")
