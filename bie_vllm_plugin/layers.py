@@ -67,7 +67,6 @@ def finish_layers(vllm_config: VllmConfig) -> None:
             check_drafter_layer(name, any_layer, vllm_config)
             original = type(any_layer).get_kv_cache_spec
             any_layer.get_kv_cache_spec = functools.partial(drafter_spec_of, any_layer, original)
-    full_precision_schedules(vllm_config)
 
 
 def full_precision_schedules(vllm_config: VllmConfig) -> None:

@@ -191,6 +191,7 @@ def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:
     from bie_vllm_plugin.layers import attach_layers, finish_layers, full_precision_schedules
 
     quantised = check_built_layers(vllm_config)  # again, with a drafter's: some loaders build models by themselves
+    full_precision_schedules(vllm_config)
     if not quantised:
         logger.warning(
             "KV cache int4_asym: every layer of this worker has a sliding window or is skipped, and stays in full "
@@ -198,7 +199,6 @@ def _update_block_size(original: Any, vllm_config: VllmConfig) -> None:
         )
     pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
     if not quantised and not pipeline:  # all layers are windowed or skipped: as under `auto`, pages included
-        full_precision_schedules(vllm_config)
         original(vllm_config)
         return
     if not quantised:  # nothing else did it: the layers of this rank join the groups of the others

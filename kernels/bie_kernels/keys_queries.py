@@ -6,7 +6,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from bie_kernels.gluon_tiles import CHUNKS, HIGH_UNIT, LOW_UNIT, OPERAND_A, OPERAND_B, rows_layout
+from bie_kernels.gluon_tiles import CHUNKS, HIGH_UNIT, LOW_UNIT, OPERAND_A, rows_layout
 from bie_kernels.keys_tiles import query_operand
 from bie_kernels.tiles import LEAST_POWER
 
@@ -81,7 +81,5 @@ def query_rows(ring_q, tile: gl.constexpr, chunk: gl.constexpr):
     A has the 8 rows' channels in LOW_UNIT, then those in HIGH_UNIT.
     """
     x = ring_q.index(tile).slice(256 * chunk, 256).load(CHUNKS).to(gl.float16, bitcast=True)
-    x = gl.reshape(x, [8, 4, 2, 2, 2])  # g, t, i1, i0, e
-    b = gl.reshape(gl.permute(x, [2, 3, 1, 4, 0]), [32, 8])
-    a = gl.reshape(gl.permute(x, [3, 0, 2, 1, 4]), [16, 16])
-    return gl.convert_layout(b, OPERAND_B, assert_trivial=True), gl.convert_layout(a, OPERAND_A, assert_trivial=True)
+    a = gl.permute(gl.reshape(x, [8, 4, 2, 2, 2]), [3, 0, 2, 1, 4])  # i0, g, i1, t, e
+    return query_operand(x), gl.convert_layout(gl.reshape(a, [16, 16]), OPERAND_A, assert_trivial=True)
