@@ -107,6 +107,17 @@ def like_auto(name: str) -> dict:
             "chunks": second, "tokens auto, int4_asym": tokens_held}  # fmt: skip
 
 
+def with_graphs(name: str, **kwargs) -> dict:
+    """Layers in 16 bits beside INT4 ones, compiled and with graphs: all in 16 bits equals auto, INT4 its eager self."""
+    model = tiny_model(FOLDER, name)
+    first = against_auto(model, enforce_eager=False, **kwargs)
+    step = generate(PROMPTS)
+    graphs = one(gpu(model, enforce_eager=False, **kwargs), [step])
+    eager = one(gpu(model, **kwargs), [score(step, graphs[0])])
+    second = scored(graphs[0], eager[0], first["auto"])
+    return {"ok": first["ok"] and second["ok"], "16 bits = auto": first, "graphs = eager": second}
+
+
 def sleep_and_wake() -> dict:
     """Level 1: weights to the host, the cache is dropped; the same answers afterwards and no hit in a dead cache."""
     model = tiny_model(FOLDER, "gqa")
@@ -250,6 +261,8 @@ def soak() -> dict:
 def checks() -> dict:
     return {
         **{f"model {name}": lambda name=name: like_auto(name) for name in MODELS},
+        "a skipped layer, graphs": lambda: with_graphs("gqa", kv_cache_dtype_skip_layers=["0"]),
+        "windowed layers, graphs": lambda: with_graphs("gemma3"),
         "sleep and wake up": sleep_and_wake,
         "weights fp8": lambda: quantised("fp8"),
         "weights bitsandbytes": bitsandbytes,
