@@ -33,6 +33,7 @@ FACTS = {"do": "facts"}
 PROMPTS = [tokens(n, seed=n) for n in (50, 333, 700)]
 WIDE = {"settings": {"recent_tokens": 1024}}
 AUTO = {"kv_cache_dtype": "auto"}
+WORKERS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 MODELS = ["gemma2", "gemma3", "mistral windowed", "cohere2", "qwen3", "qwen2", "glm4", "mixtral", "head 256", "head 80"]
 
 
@@ -87,8 +88,9 @@ def scored(run: list[dict], scores: list[dict], control: dict | None = None) -> 
 def against_auto(model: str, step: dict | None = None, **kwargs) -> dict:
     """What `int4_asym` decodes with all in 16 bits, scored by `auto`; `auto` on another backend is the control."""
     step = step or generate(PROMPTS)
-    wide = one(gpu(model, **kwargs, **WIDE), [step, FACTS])
-    auto = one(gpu(model, attention_backend="TRITON_ATTN", **kwargs, **AUTO), [step, FACTS])
+    other = gpu(model, attention_backend="TRITON_ATTN", **kwargs, **AUTO)
+    runs = together({"wide": (gpu(model, **kwargs, **WIDE), [step, FACTS]), "auto": (other, [step, FACTS])})
+    wide, auto = runs["wide"], runs["auto"]
     ours, own = one(gpu(model, **kwargs, **AUTO), [score(step, wide[0]), score(step, auto[0])])
     control = scored(auto[0], own)
     return {**scored(wide[0], ours, control), "auto": control, "auto tokens": auto[1]["capacity_tokens"]}
@@ -110,9 +112,11 @@ def like_auto(name: str) -> dict:
 def with_graphs(name: str, **kwargs) -> dict:
     """Layers in 16 bits beside INT4 ones, compiled and with graphs: all in 16 bits equals auto, INT4 its eager self."""
     model = tiny_model(FOLDER, name)
-    first = against_auto(model, enforce_eager=False, **kwargs)
     step = generate(PROMPTS)
-    graphs = one(gpu(model, enforce_eager=False, **kwargs), [step])
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        captured = pool.submit(one, gpu(model, enforce_eager=False, **kwargs), [step])
+        first = against_auto(model, enforce_eager=False, **kwargs)
+        graphs = captured.result()
     eager = one(gpu(model, **kwargs), [score(step, graphs[0])])
     second = scored(graphs[0], eager[0], first["auto"])
     return {"ok": first["ok"] and second["ok"], "16 bits = auto": first, "graphs = eager": second}
@@ -192,9 +196,8 @@ def adapters() -> dict:
     return {**result, "ok": result["ok"] and [r["cached"] for r in run] == [0, 0, 320, 320]}
 
 
-def together(engines: dict[str, tuple[dict, list]]) -> dict[str, list]:
+def together(engines: dict[str, tuple[dict, list]], **env: str) -> dict[str, list]:
     """Engines side by side: name -> (arguments, steps) gives name -> what its steps return."""
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with concurrent.futures.ThreadPoolExecutor(len(engines)) as pool:
         futures = {name: pool.submit(one, *engine, **env) for name, engine in engines.items()}
     return {name: future.result() for name, future in futures.items()}
@@ -214,9 +217,9 @@ def across(**kwargs) -> dict:
     kinds = {"int4_asym": {}, "16 bits": WIDE, "auto": AUTO}
     step = generate(PROMPTS)
     two = {n: (gpu(model, distributed_executor_backend="mp", **kwargs, **kind), [step]) for n, kind in kinds.items()}
-    runs = {name: results[0] for name, results in together(two).items()}
+    runs = {name: results[0] for name, results in together(two, **WORKERS).items()}
     texts = [score(step, runs[name]) for name in kinds]
-    scores = together({name: (gpu(model, **alone, **kind), texts) for name, kind in kinds.items()})
+    scores = together({name: (gpu(model, **alone, **kind), texts) for name, kind in kinds.items()}, **WORKERS)
     decoded = {name: np.concatenate([r["logprobs"] for r in run]) for name, run in runs.items()}
     of = {
         (name, text): np.concatenate(
@@ -246,7 +249,7 @@ def ray_executor() -> dict:
         return skipped
     model = tiny_model(FOLDER, "gqa")
     two = lambda executor: gpu(model, distributed_executor_backend=executor, tensor_parallel_size=2)
-    runs = together({executor: (two(executor), [generate(PROMPTS)]) for executor in ("ray", "mp")})
+    runs = together({executor: (two(executor), [generate(PROMPTS)]) for executor in ("ray", "mp")}, **WORKERS)
     return compare(runs["ray"][0], runs["mp"][0], median=0.005)
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from kernel_cases import DEVICE, make_batch, relative_error  # noqa: E402
 from test_prefill_flash import flash_of  # noqa: E402
 
-from bie_kernels import decode, flash_plan  # noqa: E402
+from bie_kernels import decode, flash_plan, prefill  # noqa: E402
 from bie_kernels.layout import PageLayout  # noqa: E402
 from bie_kernels.torch_path import Rule  # noqa: E402
 from bie_vllm_plugin import cuda_path  # noqa: E402
@@ -69,6 +69,7 @@ def test_every_part_of_a_step(lengths: list[tuple[int, int]], parts: tuple[str, 
     out = pad(torch.full_like(q, float("nan")))
     size = max(
         decode.workspace_bytes(len(lengths), heads * group, 64, 1, kv_heads=heads, device=DEVICE),
+        prefill.workspace_bytes(64, device=DEVICE),
         flash_plan.workspace_bytes(1024, 4096, heads * group, heads, layout, dtype.itemsize),
     )  # fmt: skip
     cuda_path.forward(

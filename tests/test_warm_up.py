@@ -21,7 +21,7 @@ pytest.importorskip("vllm")
 from kernel_cases import DEVICE, guard_memory  # noqa: E402
 from test_prefill_flash import flash_of  # noqa: E402
 
-from bie_kernels import decode, flash_plan  # noqa: E402
+from bie_kernels import decode, flash_plan, prefill  # noqa: E402
 from bie_kernels.layout import PageLayout, WindowLayout  # noqa: E402
 from bie_kernels.torch_path import Rule  # noqa: E402
 from bie_vllm_plugin.cuda_path import FlashLimits  # noqa: E402
@@ -76,6 +76,7 @@ def test_it_writes_no_page(axis: str, slices: bool, monkeypatch: pytest.MonkeyPa
     limits = FlashLimits(flash_of(DEVICE), 1280, tokens, 64, 0, 4 * heads * 64, 0.0)
     size = max(
         decode.workspace_bytes(requests, heads, 64, 1, kv_heads=kv_heads, device=DEVICE),
+        prefill.workspace_bytes(64, device=DEVICE),
         flash_plan.workspace_bytes(1280, tokens, heads, kv_heads, pages, 2),
     )
     warm_up(
