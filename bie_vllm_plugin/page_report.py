@@ -70,7 +70,8 @@ def log_pages(manager: Any) -> None:
 
     Under `BLHNC` groups of different page size are packed into blocks and little is
     lost. `LBHNC` (a backend that takes nothing else, or the user's choice) makes all
-    pages equal and may split the layers into many groups.
+    pages equal and may split the layers into many groups. A warning, too, where requests
+    of max_model_len are so short that the pool holds fewer tokens than under `auto`.
 
     Args:
         manager: vLLM's `KVCacheManager`, built.
@@ -95,8 +96,13 @@ def log_pages(manager: Any) -> None:
         blocks += pages
         ideal += pages * sum(own)
     over = 100 * (blocks * block_bytes / ideal - 1)
+    held = int(config.num_blocks / blocks * manager.max_model_len)
+    auto = getattr(config, AUTO_TOKENS, 0)
+    share = f", {held / auto:.2f} times what it would hold under auto" if auto else ""
+    if held < auto:  # the windows of a request cost more than its body saves
+        share += "; requests this short fit better with --kv-cache-dtype auto"
     logger.log(
-        logging.INFO if packed else logging.WARNING,
+        logging.INFO if packed and held >= auto else logging.WARNING,
         "KV cache int4_asym: %s%d groups, a request of %d tokens takes %.1f MiB, %.0f %% above the sum of its pages; "
         "prefix hits end at multiples of %d tokens; the pool holds %d tokens%s.",
         ""
@@ -108,8 +114,8 @@ def log_pages(manager: Any) -> None:
         blocks * block_bytes / 2**20,
         over,
         math.lcm(*(group.kv_cache_spec.block_size for group in groups)),
-        (held := int(config.num_blocks / blocks * manager.max_model_len)),
-        f", {held / auto:.2f} times what it would hold under auto" if (auto := getattr(config, AUTO_TOKENS, 0)) else "",
+        held,
+        share,
     )
 
 

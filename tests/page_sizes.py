@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans the caches of known layer patterns with vLLM's own functions; prints one JSON line per pattern.
 
-    python tests/page_sizes.py
+    python tests/page_sizes.py [LENGTHxCHUNK ...]
 
 Runs without an engine, on the installed vLLM or on another release's Python
 sources. A pattern is (layers, KV heads, head size, full layers per cycle, window,
 skipped full layers), a drafter (layers, KV heads, head size, tokens, EAGLE head); per
-request of `LENGTH` tokens in bf16 it reports what vLLM allocates against the sum of the
+request of LENGTH tokens, prefilled CHUNK at a time, in bf16 it reports what vLLM allocates against the sum of the
 pages' bytes, the alignment of prefix hits, and the tokens a pool holds against `auto`.
 """
 from __future__ import annotations
@@ -37,10 +37,9 @@ from bie_vllm_plugin.sliding_pages import sliding_pages
 bie_vllm_plugin.register()
 register_all_kvcache_specs(None)
 
-LENGTH = 32768
 POOL = 64 << 30
-IN_FLIGHT = 2048
-"""Tokens of a prefill chunk, vLLM's own default for most cards; windows must hold them too."""
+USUAL = "32768x2048"
+"""Tokens of a request, and of a prefill chunk: vLLM's own default for most cards; windows must hold a chunk, too."""
 FLASH = 16
 """Tokens that a FlashAttention page is a multiple of."""
 
@@ -68,7 +67,7 @@ DRAFTED = {
 }
 
 
-def engine(layout: KVCacheLayout) -> SimpleNamespace:
+def engine(layout: KVCacheLayout, length: int, chunk: int) -> SimpleNamespace:
     """As much of a VllmConfig as planning reads."""
     cache = SimpleNamespace(
         get_resolved_kv_cache_layout=lambda: layout, num_gpu_blocks_override=None, prefix_cache_retention_interval=0,
@@ -77,15 +76,15 @@ def engine(layout: KVCacheLayout) -> SimpleNamespace:
     )  # fmt: skip
     return SimpleNamespace(
         cache_config=cache, speculative_config=None, kv_transfer_config=None, kv_events_config=None,
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=IN_FLIGHT),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=chunk),
         attention_config=SimpleNamespace(hisparse_config=None), max_concurrent_batches=1,
-        max_in_flight_tokens=IN_FLIGHT,
-        model_config=SimpleNamespace(max_model_len=LENGTH, original_max_model_len=LENGTH),
+        max_in_flight_tokens=chunk,
+        model_config=SimpleNamespace(max_model_len=length, original_max_model_len=length),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
     )  # fmt: skip
 
 
-def specs(pattern: tuple, dtype: str, drafter: tuple | None = None) -> dict:
+def specs(pattern: tuple, dtype: str, length: int, chunk: int, drafter: tuple | None = None) -> dict:
     layers, heads, head, every, window, skipped = pattern
     draft_layers, draft_heads, draft_head, drafts, eagle = drafter or (0, 0, 0, 0, False)
     shape = {"num_kv_heads": heads, "head_size": head, "dtype": torch.bfloat16}
@@ -96,10 +95,10 @@ def specs(pattern: tuple, dtype: str, drafter: tuple | None = None) -> dict:
     dense = BodySpec(block_size=64, **shape) if ours else FullAttentionSpec(block_size=16, **shape)
     full = layers // every if every else 0
     block = full * body.page_size_bytes + skipped * (dense.page_size_bytes - body.page_size_bytes)
-    held = (window or 0) + IN_FLIGHT
+    held = (window or 0) + chunk
     tokens = 16
     if ours and full and full < layers:  # without a full layer the plugin leaves everything alone
-        choice = (64, [FLASH], 4 * heads * head, layers - full, block, held, LENGTH, full - skipped)
+        choice = (64, [FLASH], 4 * heads * head, layers - full, block, held, length, full - skipped)
         tokens, padding = sliding_pages(*choice)
         if padding:
             body = replace(body, page_size_padded=body.page_size_bytes + padding)
@@ -121,9 +120,9 @@ def specs(pattern: tuple, dtype: str, drafter: tuple | None = None) -> dict:
     return result
 
 
-def plan(pattern: tuple, dtype: str, drafter: tuple | None = None) -> dict:
-    vllm_config = engine(KVCacheLayout.BLHNC if dtype == "int4_asym" else KVCacheLayout.LBHNC)
-    wanted = specs(pattern, dtype, drafter)
+def plan(pattern: tuple, dtype: str, length: int, chunk: int, drafter: tuple | None = None) -> dict:
+    vllm_config = engine(KVCacheLayout.BLHNC if dtype == "int4_asym" else KVCacheLayout.LBHNC, length, chunk)
+    wanted = specs(pattern, dtype, length, chunk, drafter)
     groups = planning.get_kv_cache_groups(vllm_config, dict(wanted))
     # As the engine core does, before it asks for the scheduler's block size.
     vllm_config.cache_config.block_size = min(group.kv_cache_spec.block_size for group in groups)
@@ -136,21 +135,23 @@ def plan(pattern: tuple, dtype: str, drafter: tuple | None = None) -> dict:
     return {
         "groups": len(groups), "overhead": sum(pages) * block / ideal - 1, "alignment": scheduler_block,
         "largest_page": max(spec.block_size for spec in wanted.values()), "hash_block": hash_block,
-        "tokens": int(config.num_blocks / sum(pages) * LENGTH), "request": sum(pages) * block,
-        "report": auto_request_bytes(wanted, LENGTH, IN_FLIGHT, 2, 16),
+        "tokens": int(config.num_blocks / sum(pages) * length), "request": sum(pages) * block,
+        "report": auto_request_bytes(wanted, length, chunk, 2, 16),
         "led_by": type(getattr(groups[0].kv_cache_spec, "first_spec", groups[0].kv_cache_spec)).__name__,
         "drafter_in_group_0": {n for n in wanted if n.startswith("draft")} <= set(groups[0].layer_names),
     }  # fmt: skip
 
 
-def main() -> None:
+def main(wanted: list[str]) -> None:
     cases = {name: (pattern, None) for name, pattern in PATTERNS.items()}
     cases |= {name: ((*target, 1, None, 0), drafter) for name, (*target, drafter) in DRAFTED.items()}
-    for name, (pattern, drafter) in cases.items():
-        ours, auto = plan(pattern, "int4_asym", drafter), plan(pattern, "auto", drafter)
-        other = {"auto_tokens": auto["tokens"], "auto_request": auto["request"]}
-        print(json.dumps({"name": name, **ours, "drafter": bool(drafter), **other}))
+    for size in wanted or [USUAL]:
+        length, chunk = map(int, size.split("x"))
+        for name, (pattern, drafter) in cases.items():
+            ours, auto = (plan(pattern, dtype, length, chunk, drafter) for dtype in ("int4_asym", "auto"))
+            size = {"name": name, "length": length, "chunk": chunk, "drafter": bool(drafter)}
+            print(json.dumps({**size, **ours, "auto_tokens": auto["tokens"], "auto_request": auto["request"]}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1:])
