@@ -11,7 +11,8 @@ together, `BATCHxCONTEXT`, or `BATCHxCACHED+NEW`, whose first CACHED tokens are 
     tpot_ms          median time per output token while all requests decode
     tokens_per_s     output tokens of the batch over that time
     capacity_tokens  tokens of such requests that the pool holds, from the share of it that they took
-    growth_mib       of GPU memory since the first prompt of --chunk tokens
+    growth_mib       of GPU memory since the first prompt of --chunk tokens; growth_since_start_mib: since the engine
+                     was ready
 """
 from __future__ import annotations
 
@@ -157,6 +158,7 @@ def run_format(args: argparse.Namespace) -> list[dict]:
         gpu_memory_utilization=args.memory, enforce_eager=args.eager, max_num_batched_tokens=args.chunk,
         kv_cache_memory_bytes=args.pool_gib << 30 if args.pool_gib else None,
     )  # fmt: skip
+    ready = torch.cuda.mem_get_info()[0]
     for length in (256, args.chunk):  # a full chunk's activations are in vLLM's profile
         run_case(llm, Case(f"1x{length}"), 8, 1, 1000 + length)  # tokens of its own: no case may find them cached
     before = torch.cuda.mem_get_info()[0]
@@ -166,6 +168,7 @@ def run_format(args: argparse.Namespace) -> list[dict]:
         record |= run_case(llm, case, args.output, args.repeats, len(records))
         free, total = torch.cuda.mem_get_info()
         record |= {"peak_gib": (total - free) / 2**30, "growth_mib": (before - free) / 2**20}
+        record["growth_since_start_mib"] = (ready - free) / 2**20
         record = {k: round(v, 3) if isinstance(v, float) else v for k, v in record.items()}
         print("RECORD" + json.dumps(record), flush=True)
         records.append(record)

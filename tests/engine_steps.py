@@ -146,9 +146,25 @@ def sleep(llm, step: dict) -> bool:  # noqa: ANN001
     return bool(llm.llm_engine.is_sleeping())
 
 
+def weights(llm) -> dict:  # noqa: ANN001
+    """A digest of the model's weights as loaded, and what serves its linear layers."""
+    import hashlib
+
+    import torch
+
+    model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.named_parameters()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+    methods = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
+    kinds = sorted({type(method).__name__ for name, method in methods.items() if name.endswith("_proj")})
+    return {"digest": digest.hexdigest(), "methods": kinds}
+
+
 STEPS = {
     "pool": lambda llm, step: pool(llm),
     "completions": all_completions, "structured": structured, "beams": beams, "adapters": with_adapters,
     "images": with_images, "embed": embed, "abort": abort, "refused_prompt": refused_prompt,
-    "sleep": sleep, "wake_up": lambda llm, step: llm.wake_up(),
+    "weights": lambda llm, step: weights(llm), "sleep": sleep, "wake_up": lambda llm, step: llm.wake_up(),
 }  # fmt: skip

@@ -25,7 +25,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine import generate, greedy, llm, logprob_differences, run_engines, tokens
-from tiny_models import CATALOGUE, add_tokenizer, config_of, tiny_model
+from tiny_models import CATALOGUE, add_tokenizer, tiny_model
+from tiny_packed import tiny_packed
 from tiny_vision import IMAGE_SIZE, tiny_adapter, tiny_idefics
 
 FOLDER = Path(tempfile.gettempdir()) / "bie-gpu-breadth"
@@ -89,11 +90,14 @@ def against_auto(model: str, step: dict | None = None, **kwargs) -> dict:
     """What `int4_asym` decodes with all in 16 bits, scored by `auto`; `auto` on another backend is the control."""
     step = step or generate(PROMPTS)
     other = gpu(model, attention_backend="TRITON_ATTN", **kwargs, **AUTO)
-    runs = together({"wide": (gpu(model, **kwargs, **WIDE), [step, FACTS]), "auto": (other, [step, FACTS])})
+    steps = [step, FACTS, {"do": "weights"}]
+    runs = together({"wide": (gpu(model, **kwargs, **WIDE), steps), "auto": (other, steps)})
     wide, auto = runs["wide"], runs["auto"]
     ours, own = one(gpu(model, **kwargs, **AUTO), [score(step, wide[0]), score(step, auto[0])])
     control = scored(auto[0], own)
-    return {**scored(wide[0], ours, control), "auto": control, "auto tokens": auto[1]["capacity_tokens"]}
+    result = {**scored(wide[0], ours, control), "auto": control, "auto tokens": auto[1]["capacity_tokens"]}
+    same = wide[2] == auto[2]  # weights, and what multiplies them
+    return {**result, "ok": result["ok"] and same, "same weights": same, "linear": wide[2]["methods"]}
 
 
 def like_auto(name: str) -> dict:
@@ -155,17 +159,8 @@ def quantised(method: str) -> dict:
 
 
 def packed(method: str) -> dict:
-    """AWQ and GPTQ checkpoints with dummy weights: they start and say something finite."""
-    config = config_of("gqa").to_dict()
-    details = {"awq": {"zero_point": True, "version": "gemm"}, "gptq": {"desc_act": False, "sym": True}}[method]
-    folder = FOLDER / f"packed-{method}"
-    folder.mkdir(parents=True, exist_ok=True)
-    config.update(architectures=["LlamaForCausalLM"], dtype="float16",
-                  quantization_config={"quant_method": method, "bits": 4, "group_size": 64, **details})  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    run = one(gpu(str(folder), load_format="dummy", dtype="float16"), [generate(PROMPTS), FACTS])
-    finite = all(np.isfinite(r["logprobs"]).all() for r in run[0])
-    return {"ok": bool(finite and all(len(r["tokens"]) == 32 for r in run[0])), "capacity": run[1]["capacity_tokens"]}
+    """AWQ and GPTQ checkpoints."""
+    return against_auto(tiny_packed(FOLDER / method, tiny_model(FOLDER, "gqa"), method), dtype="float16")
 
 
 def images() -> dict:

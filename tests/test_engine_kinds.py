@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine import assert_same, generate, greedy, llm, run_engines, started, tokens
+from engine import assert_same, generate, greedy, llm, logprob_differences, run_engines, started, tokens
 from oracle import Oracle
 from tiny_models import add_tokenizer, tiny_model
+from tiny_packed import tiny_packed
 from tiny_vision import IMAGE_SIZE, IMAGE_TOKENS, tiny_adapter, tiny_idefics
 
 pytestmark = pytest.mark.engine
@@ -90,3 +91,20 @@ def test_embeddings_of_a_decoder(tmp_path):
     assert np.abs(auto[:2] - int4[:2]).max() < 1e-5  # texts within the window
     assert np.abs(auto[2] - int4[2]).max() > 1e-5  # a longer text reads INT4
     assert np.abs(int4[2] - Oracle().embedding(model, texts[2]).numpy()).max() < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "linear"), [("awq", "AutoAWQMarlinLinearMethod"), ("gptq", "AutoGPTQLinearMethod")])
+def test_packed_weights_are_unaffected(tmp_path, method, linear):
+    """The same weights in the same kernels as under `auto`; all in 16 bits it is as near to it as it is to itself in
+    chunks, and INT4 is read beyond the window."""
+    model = tiny_packed(tmp_path / method, tiny_model(tmp_path, "gqa"), method)
+    steps = [generate([tokens(n, seed=n) for n in (50, 300)]), {"do": "weights"}]
+    base = {"dtype": "bfloat16", "max_model_len": 1024}
+    settings = ({"settings": {"recent_tokens": 1024}}, {}, {"kv_cache_dtype": "auto"},
+                {"kv_cache_dtype": "auto", "max_num_batched_tokens": 64, "max_num_seqs": 4})  # fmt: skip
+    runs = started(run_engines([{"llm": llm(model, **base, **extra), "steps": steps} for extra in settings]))
+    assert all(run[1] == runs[2][1] for run in runs) and linear in runs[2][1]["methods"], [run[1] for run in runs]
+    wide, chunks = (float(np.median(logprob_differences(runs[2][0], runs[i][0]))) for i in (0, 3))
+    assert wide <= max(0.001, 2 * chunks), (wide, chunks)
+    assert logprob_differences(runs[2][0][1:], runs[1][0][1:]).max() > 0.005  # the longer text reads INT4
