@@ -7,7 +7,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from bie_kernels.gluon_tiles import HIGH_UNIT, LOW_UNIT, MMA, OPERAND_A, OPERAND_B, PAGE, rows_layout, unpack
+from bie_kernels.gluon_tiles import (
+    HIGH_UNIT,
+    LOW_UNIT,
+    MMA,
+    OPERAND_A,
+    OPERAND_B,
+    PAGE,
+    late_lane,
+    rows_layout,
+    unpack,
+)
 
 KEY_META = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -166,9 +176,16 @@ def halves_sum(x):
 
 @gluon.jit
 def one_row(low, row: gl.constexpr):
-    """One row of [8, 8], [8]."""
-    i = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, STATS)), 1)
-    return gl.sum(gl.where(i == row, low, 0.0), 0)
+    """One row of [8, 8], [8]; no lane's number is kept for it."""
+    i = late_lane(gl.full([8], 0, gl.int32, gl.SliceLayout(1, STATS))) >> 2
+    return gl.sum(gl.where(gl.expand_dims(i, 1) == row, low, 0.0), 0)
+
+
+@gluon.jit
+def late_columns(layout: gl.constexpr):
+    """Columns of MMA or STATS, [8], two neighbours a lane; no lane's number is kept for them."""
+    odd = gl.arange(0, 8, layout=gl.SliceLayout(0, layout)) & 1
+    return 2 * (late_lane(odd) & 3) + odd
 
 
 @gluon.jit

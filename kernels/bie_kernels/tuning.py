@@ -59,7 +59,7 @@ class Choices:
     keys_wide_tiles: int = 2
     keys_stages: int = 1
     keys_narrow_stages: int = 2
-    keys_registers: int | None = None
+    keys_registers: int | None = 255
     decode_stages: int = 2
     decode_wide_warps: int = 1
     prefill_rows: int = 64
