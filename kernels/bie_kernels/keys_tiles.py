@@ -175,10 +175,15 @@ def halves_sum(x):
 
 
 @gluon.jit
-def one_row(low, row: gl.constexpr):
-    """One row of [8, 8], [8]; no lane's number is kept for it."""
-    i = late_lane(gl.full([8], 0, gl.int32, gl.SliceLayout(1, STATS))) >> 2
-    return gl.sum(gl.where(gl.expand_dims(i, 1) == row, low, 0.0), 0)
+def late_rows(layout: gl.constexpr):
+    """Rows of a `rows_layout` of 8, [8, 1]; no lane's number is kept for them."""
+    return gl.expand_dims(late_lane(gl.full([8], 0, gl.int32, gl.SliceLayout(1, layout))) >> 2, 1)
+
+
+@gluon.jit
+def one_row(low, i_row, row: gl.constexpr):
+    """One row of [8, 8], [8]; i_row: as from `late_rows`."""
+    return gl.sum(gl.where(i_row == row, low, 0.0), 0)
 
 
 @gluon.jit
