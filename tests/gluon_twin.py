@@ -176,11 +176,14 @@ def _assembly(asm: str, constraints: str, args: list[Tensor], dtype: Any, is_pur
 
 
 def _assembly_of(gl: types.ModuleType):  # noqa: ANN202
-    """Inline assembly, which reads the program's number as well."""
+    """Inline assembly, which reads the numbers of programs and lanes as well."""
 
     def run(asm: str, *args: Any, **kwargs: Any) -> Any:
         if "%ctaid.x" in asm:
             return Tensor(torch.tensor(gl.program[0], dtype=torch.int32))
+        if "%laneid" in asm:  # element i of rows or columns belongs to a lane with lane >> 2 == i, lane & 3 == i // 2
+            i = torch.arange(8, dtype=torch.int32)
+            return Tensor(4 * i + i // 2)
         return _assembly(asm, *args, **kwargs)
 
     return run
@@ -199,7 +202,7 @@ class _Kernel:
         return self.fn(*args)
 
     def __getitem__(self, grid: tuple[int, ...]):  # noqa: ANN204
-        def launch(*args: Any, num_warps: int, enable_fp_fusion: bool, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, enable_fp_fusion: bool, maxnreg: int, **constants: Any) -> None:
             values = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in args]
             for z in range(grid[2]):
                 for y in range(grid[1]):

@@ -50,12 +50,21 @@ from bie_kernels.keys_pages import (
     window_weights,
 )
 from bie_kernels.keys_queries import load_queries, query_tile, store_queries
-from bie_kernels.keys_tiles import MINIMA, STATS, one_row, out_of_units, scaled_columns, small_mma
+from bie_kernels.keys_tiles import (
+    MINIMA,
+    STATS,
+    late_columns,
+    late_rows,
+    one_row,
+    out_of_units,
+    scaled_columns,
+    small_mma,
+)
 from bie_kernels.keys_window import add_window_values, window_keys, window_values
 from bie_kernels.launches import Launches
 from bie_kernels.layout import PageLayout, window_page_tokens
 from bie_kernels.tiles import LOG2E, MASKED_SCORE, NEGATIVE, NEVER
-from bie_kernels.tuning import choices, keys_tile, overlaps
+from bie_kernels.tuning import keys_tile, overlaps
 
 HEAD_SIZES = (64, 96, 128, 192, 256)
 """Key and value head sizes of this kernel."""
@@ -216,28 +225,25 @@ def _decode_rows(
             rows = load_queries(p_q, row_0 + 8 * tile, i_r, i_h, s_qt, s_qh, q_len, G, D, HALF, PARTS, 1, True)
             store_queries(rows, ring_q, ring_f, tile, log_scale, HALF, PARTS, 1, True)
         q_pos = _positions(row_0, computed, G, T)
-        w_row = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, rows_layout(8, 16))), 1)
+        w_row = late_rows(rows_layout(8, 16))
         w_ones = gl.where(w_row == 4, 1.0, 0.0).to(dtype).broadcast_to([8, 16])
-        following = gl.load(p_window_row + window_page_of(w_first, window_sinks, window_start)).to(gl.int64)
         for u in range(w_first, w_last):
             w_page = window_page_of(u, window_sinks, window_start)
-            entry = following
-            ahead = window_page_of(gl.minimum(u + 1, w_last - 1), window_sinks, window_start)
-            following = gl.load(p_window_row + ahead).to(gl.int64)
+            entry = gl.load(p_window_row + w_page).to(gl.int64)
             if entry > 0:
                 p_rows = p_window + entry * s_wp + i_h * s_wh
                 pos = w_page * WINDOW_PAGE + gl.arange(0, 16, layout=gl.SliceLayout(1, MMA))
                 m_key = (pos < seq_len) & ((pos < sink_tokens) | (pos >= computed - retained))
-                keys = ()
-                for chunk in gl.static_range(D // 32):
-                    keys = keys + (window_keys(p_rows, s_wt, m_key, chunk),)
                 bound = gl.where(m_key, gl.where(pos < sink_tokens, NEVER, recent_tokens), 0).to(gl.uint32)
                 scores = ()
-                for tile in gl.static_range(T):
-                    s = gl.full([16, 8], 0.0, gl.float32, MMA)
-                    for chunk in gl.static_range(D // 32):
-                        s = mma_v2(keys[chunk], query_tile(ring_q, tile, chunk, dtype), s)
-                    scores = scores + (s,)
+                for _ in gl.static_range(T):
+                    scores = scores + (gl.full([16, 8], 0.0, gl.float32, MMA),)
+                for chunk in gl.static_range(D // 32):
+                    keys = window_keys(p_rows, s_wt, m_key, chunk)
+                    new = ()
+                    for tile in gl.static_range(T):
+                        new = new + (mma_v2(keys, query_tile(ring_q, tile, chunk, dtype), scores[tile]),)
+                    scores = new
                 weights, alpha, peak = window_weights(scores, log_scale, q_pos, pos, bound, peak, T, 16, dtype)
                 new_acc = ()
                 for block in gl.static_range(D // VB):
@@ -252,19 +258,19 @@ def _decode_rows(
                     low.store(small_mma(w_ones, weights[tile], low.load(STATS) * alpha[tile]))
                 acc = new_acc
 
+    i_row = late_rows(STATS)
     for tile in gl.static_range(T):
         low = ring_low.index(tile).load(STATS)
         minima = ()
         for group in gl.static_range(GROUPS):
-            minimum = gl.convert_layout(one_row(low, group), gl.SliceLayout(0, MMA))
+            minimum = gl.convert_layout(one_row(low, i_row, group), gl.SliceLayout(0, MMA))
             minima = minima + (gl.expand_dims(minimum, 0),)
-        top = gl.max(peak[tile], 0)
-        total = one_row(low, 4)
-        i_s = row_0 + 8 * tile + gl.arange(0, 8, layout=gl.SliceLayout(0, STATS))
+        top = gl.expand_dims(gl.max(peak[tile], 0), 0).broadcast_to([8, 8])
+        i_s = gl.expand_dims(row_0 + 8 * tile + late_columns(STATS), 0).broadcast_to([8, 8])
         at_s = (i_item.to(gl.int64) * H + i_h) * ROWS + i_s
-        gl.store(p_peak + at_s, top, mask=i_s < ROWS)
-        gl.store(p_total + at_s, total, mask=i_s < ROWS)
-        i_p = row_0 + 8 * tile + gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))
+        gl.store(p_peak + at_s, top, mask=(i_row == 0) & (i_s < ROWS))
+        gl.store(p_total + at_s, low, mask=(i_row == 4) & (i_s < ROWS))
+        i_p = row_0 + 8 * tile + late_columns(MMA)
         at = (i_item.to(gl.int64) * H + i_h) * ROWS + i_p
         m_part = gl.expand_dims(i_p < ROWS, 0).broadcast_to([VB, 8])
         for block in gl.static_range(D // VB):
@@ -322,7 +328,6 @@ def launch(
     del soft_cap
     budget, heads, rows, _ = acc.shape
     tile = keys_tile(rows, layout.head_size, q.device)
-    registers = choices(q.device).keys_registers
     launch_decode_keys[(budget, heads, tile.programs)](
         q, body.view(torch.int16), window, body_table, window_table, plan, acc, peak, total,
         q.stride(0), q.stride(1), body.stride(0) // 2, body.stride(1) // 2,
@@ -330,5 +335,5 @@ def launch(
         plan.shape[0] - 4 * budget, scale, sink_tokens, recent_tokens, retained,
         q_len=q_len, H=heads, G=rows // q_len, D=layout.head_size, T=tile.tiles, LAST=tile.last,
         WINDOW_PAGE=window_page_tokens(q.element_size()), STAGES=tile.stages, LOAD=2, VB=32, PDL=overlaps(q.device),
-        num_warps=1, enable_fp_fusion=True, **({"maxnreg": registers} if registers else {}),
+        num_warps=1, enable_fp_fusion=True, maxnreg=255,  # else ptxas aims for 12 warps on some cards, and spills
     )  # fmt: skip

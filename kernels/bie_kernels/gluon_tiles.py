@@ -77,6 +77,12 @@ def program_id_x():
 
 
 @gluon.jit
+def late_lane(x):
+    """The lane of a thread, in the shape and layout of int32 `x`: read at the place of the call, as above."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def window_page_of(u, window_sinks, window_start):
     """Window page of unit u: the sinks' first, then the recent ones."""
     return gl.where(u < window_sinks, u, u - window_sinks + window_start)

@@ -7,7 +7,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from bie_kernels.gluon_tiles import HIGH_UNIT, LOW_UNIT, MMA, OPERAND_A, OPERAND_B, PAGE, rows_layout, unpack
+from bie_kernels.gluon_tiles import (
+    HIGH_UNIT,
+    LOW_UNIT,
+    MMA,
+    OPERAND_A,
+    OPERAND_B,
+    PAGE,
+    late_lane,
+    rows_layout,
+    unpack,
+)
 
 KEY_META = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -165,10 +175,22 @@ def halves_sum(x):
 
 
 @gluon.jit
-def one_row(low, row: gl.constexpr):
-    """One row of [8, 8], [8]."""
-    i = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, STATS)), 1)
-    return gl.sum(gl.where(i == row, low, 0.0), 0)
+def late_rows(layout: gl.constexpr):
+    """Rows of a `rows_layout` of 8, [8, 1]; no lane's number is kept for them."""
+    return gl.expand_dims(late_lane(gl.full([8], 0, gl.int32, gl.SliceLayout(1, layout))) >> 2, 1)
+
+
+@gluon.jit
+def one_row(low, i_row, row: gl.constexpr):
+    """One row of [8, 8], [8]; i_row: as from `late_rows`."""
+    return gl.sum(gl.where(i_row == row, low, 0.0), 0)
+
+
+@gluon.jit
+def late_columns(layout: gl.constexpr):
+    """Columns of MMA or STATS, [8], two neighbours a lane; no lane's number is kept for them."""
+    odd = gl.arange(0, 8, layout=gl.SliceLayout(0, layout)) & 1
+    return 2 * (late_lane(odd) & 3) + odd
 
 
 @gluon.jit

@@ -42,8 +42,6 @@ class Choices:
         keys_stages, keys_narrow_stages: pages in its ring, beyond 64 channels and up to there. Keys and values are
             refilled separately and eight warps share a multiprocessor: one page hides the latency better than two
             do, except where pages are small.
-        keys_registers: registers that it may use, if ptxas is to be told: it aims for 12 warps a multiprocessor on
-            some cards, and spills for them.
         decode_stages: pages in flight in the plain decode kernel.
         decode_wide_warps: its warps for up to 8 rows of more than 128 channels. One is faster on an H200 and keeps 64
             to 300 bytes a thread in memory there, 1.4 KB on older cards with Triton 3.6. Two keep 16 at most, but
@@ -59,7 +57,6 @@ class Choices:
     keys_wide_tiles: int = 2
     keys_stages: int = 1
     keys_narrow_stages: int = 2
-    keys_registers: int | None = None
     decode_stages: int = 2
     decode_wide_warps: int = 1
     prefill_rows: int = 64
@@ -73,8 +70,8 @@ MEASURED = Choices()
 
 CHOICES: dict[Card, Choices] = {
     (8, 0): replace(MEASURED, decode_wide_warps=2),  # not measured
-    (8, 6): replace(MEASURED, decode_wide_warps=2, keys_registers=255),  # not measured
-    (8, 9): replace(MEASURED, decode_wide_warps=2, keys_registers=255),  # not measured
+    (8, 6): replace(MEASURED, decode_wide_warps=2),  # not measured
+    (8, 9): replace(MEASURED, decode_wide_warps=2),  # not measured
     (9, 0): MEASURED,
     (10, 0): replace(MEASURED, decode_wide_warps=2),  # not measured
     (12, 0): replace(MEASURED, decode_wide_warps=2),  # not measured
