@@ -146,14 +146,14 @@ def row_channels(BD: tl.constexpr, MMA_ORDER: tl.constexpr):
     """Channel at each row of a K code tile."""
     i = tl.arange(0, BD)
     if MMA_ORDER:
-        i = 8 * (((i >> 2) & 3) * (BD // 32) + (i >> 5)) + 4 * ((i >> 4) & 1) + 2 * ((i >> 1) & 1) + (i & 1)
+        i = 8 * (((i >> 1) & 3) * (BD // 32) + (i >> 5)) + 4 * ((i >> 3) & 1) + 2 * ((i >> 4) & 1) + (i & 1)
     return i
 
 
 @triton.jit
 def _to_mma_order(x, BD: tl.constexpr):
     """[BD] in natural channel order -> MMA order."""
-    return tl.reshape(tl.permute(tl.reshape(x, [4, BD // 32, 2, 2, 2]), [1, 2, 0, 3, 4]), [BD])
+    return tl.reshape(tl.permute(tl.reshape(x, [4, BD // 32, 2, 2, 2]), [1, 3, 2, 0, 4]), [BD])
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def _key_codes(p_rows, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, MMA_
     a, b, c, d = unpack(tl.reshape(x, [BN, 4, BD // 32, 2]), ASM)  # token, t, al, e
     y = tl.join(tl.join(a, c), tl.join(b, d))  # token, t, al, e, i1, i0
     if MMA_ORDER:
-        y = tl.permute(y, [2, 4, 1, 5, 3, 0])
+        y = tl.permute(y, [2, 5, 4, 1, 3, 0])
     else:
         y = tl.permute(y, [1, 2, 4, 5, 3, 0])
     return tl.reshape(y, [BD, BN])
@@ -278,10 +278,7 @@ def _value_codes(
         x = tl.load(p, mask=tl.broadcast_to((i_r // 8 < blocks)[:, None], p.shape), other=0)
     a, b, c, d = unpack(tl.reshape(x, [GROUP // 16, 8, 4, XN, 2]), ASM)  # j, g, t, x, e
     y = tl.join(tl.join(a, c), tl.join(b, d))  # j, g, t, x, e, i1, i0
-    if PERMUTED:
-        y = tl.permute(y, [0, 6, 1, 3, 2, 5, 4])  # channel (j, i0, g), token (x, t, i1, e)
-    else:
-        y = tl.permute(y, [0, 6, 1, 3, 5, 2, 4])  # token (x, i1, t, e): natural
+    y = tl.permute(y, [0, 6, 1, 3, 5, 2, 4])  # channel (j, i0, g), token (x, i1, t, e)
     return tl.reshape(y, [GROUP, BN])
 
 
@@ -327,9 +324,7 @@ def add_int4_values(
         )  # fmt: skip
         weight = half * scale[None, :]
         if TRANSPOSED:
-            weight = tl.reshape(weight, [p.shape[0], BN // 16, 2, 4, 2])  # row, x, i1, t, e
-            weight = tl.reshape(tl.permute(weight, [1, 3, 2, 4, 0]), [BN, p.shape[0]])
-            new_acc = new_acc + (tl.dot(v, weight, acc[g] * alpha[None, :]),)
+            new_acc = new_acc + (tl.dot(v, tl.trans(weight), acc[g] * alpha[None, :]),)
         else:
             new_acc = new_acc + (tl.dot(weight, tl.trans(v), acc[g] * alpha[:, None]),)
         new_low = new_low + (low[g] * alpha + tl.sum(p * minimum.to(tl.float32)[None, :], 1),)
