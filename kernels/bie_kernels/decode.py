@@ -38,11 +38,11 @@ from bie_kernels.tiles import (
     dot16,
     empty_state,
     first_rows,
+    load_fragments,
     normalise,
     page_ranges,
     page_step,
     resident,
-    row_channels,
     softmax_step,
     window_mask,
     window_range,
@@ -95,9 +95,7 @@ def decode_kernel(
     i_row = row_0 + tl.arange(0, MMA_ROWS)
     m_row = (tl.arange(0, MMA_ROWS) < NQ) & (i_row < ROWS)
     p_q_row = p_q + (i_r * q_len + i_row // G).to(tl.int64) * s_qt + (i_h * G + i_row % G) * s_qh  # [MMA_ROWS]
-    i_c = row_channels(BD, True)
-    m_q = m_row[:, None] & (i_c < D)[None, :]
-    q, factor = normalise(tl.load(p_q_row[:, None] + i_c[None, :], mask=m_q, other=0.0))
+    q, factor = normalise(load_fragments(p_q, s_qt, s_qh, i_r, i_h, row_0, q_len, G, D, BD, NQ, MMA_ROWS))
     if SOFT_CAP > 0:
         logit_scale = scale
     else:

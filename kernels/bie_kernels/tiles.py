@@ -76,6 +76,14 @@ def unpack(x, ASM: tl.constexpr):
 
 
 @triton.jit
+def as_it_is(x, ASM: tl.constexpr):
+    """fp16 x. What Triton 3.6 cannot see through: it would order products of joined halves otherwise."""
+    if ASM:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float16, is_pure=False, pack=2)
+    return x
+
+
+@triton.jit
 def dot16(a, b, acc, ASM: tl.constexpr):
     """tl.dot of operands in the model's dtype; the interpreter (no ASM) multiplies no bf16."""
     if ASM:
@@ -151,6 +159,26 @@ def row_channels(BD: tl.constexpr, MMA_ORDER: tl.constexpr):
 
 
 @triton.jit
+def load_fragments(p_q, s_qt, s_qh, i_r, i_h, row_0, q_len: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+                   BD: tl.constexpr, NQ: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Query rows of a program, [NQ, BD] with channels in MMA order: every thread loads its share of the fragments.
+
+    So no page takes them through shared memory. 0 beyond the rows and channels.
+    """
+    AL: tl.constexpr = BD // 32
+    TILES: tl.constexpr = ROWS // 16
+    i_x, i_lane, i_8 = tl.arange(0, 2 * AL), tl.arange(0, 32 * TILES), tl.arange(0, 8)
+    i = (16 * (i_lane >> 5) + ((i_lane >> 2) & 7))[None, :] + 8 * (i_x // AL)[:, None]
+    i_row = row_0 + i
+    i_c = 8 * (AL * (i_lane & 3)[None, :] + (i_x % AL)[:, None])
+    o_q = (i_r * q_len + i_row // G).to(tl.int64) * s_qt + (i_h * G + i_row % G) * s_qh + i_c
+    m_q = (i < NQ) & (i_row < G * q_len) & (i_c < D)
+    q = tl.load(p_q + o_q[:, :, None] + i_8[None, None, :], mask=m_q[:, :, None], other=0.0)
+    q = tl.reshape(q, [2, AL, TILES, 8, 4, 2, 2, 2])  # half, al, tile, g, t, i1, i0, e
+    return tl.reshape(tl.permute(q, [2, 0, 3, 1, 6, 5, 4, 7]), [ROWS, BD])
+
+
+@triton.jit
 def _to_mma_order(x, BD: tl.constexpr):
     """[BD] in natural channel order -> MMA order."""
     return tl.reshape(tl.permute(tl.reshape(x, [4, BD // 32, 2, 2, 2]), [1, 3, 2, 0, 4]), [BD])
@@ -192,7 +220,10 @@ def _key_codes(p_rows, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, MMA_
         y = tl.permute(y, [2, 5, 4, 1, 3, 0])
     else:
         y = tl.permute(y, [1, 2, 4, 5, 3, 0])
-    return tl.reshape(y, [BD, BN])
+    y = tl.reshape(y, [BD, BN])
+    if MMA_ORDER:
+        y = as_it_is(y, ASM)
+    return y
 
 
 @triton.jit
@@ -279,7 +310,10 @@ def _value_codes(
     a, b, c, d = unpack(tl.reshape(x, [GROUP // 16, 8, 4, XN, 2]), ASM)  # j, g, t, x, e
     y = tl.join(tl.join(a, c), tl.join(b, d))  # j, g, t, x, e, i1, i0
     y = tl.permute(y, [0, 6, 1, 3, 5, 2, 4])  # channel (j, i0, g), token (x, i1, t, e)
-    return tl.reshape(y, [GROUP, BN])
+    y = tl.reshape(y, [GROUP, BN])
+    if PERMUTED:
+        y = as_it_is(y, ASM)
+    return y
 
 
 @triton.jit
