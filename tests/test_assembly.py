@@ -26,7 +26,7 @@ EVERY = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16)
 @triton.jit
 def unpack_kernel(p_x, p_out, ASM: tl.constexpr):
     i = tl.arange(0, 4096) + tl.program_id(0) * 4096
-    a, b, c, d = tiles.unpack(tl.load(p_x + i), ASM)
+    a, b, c, d = tiles.unpack(tl.load(p_x + i), SUBNORMAL, ASM)
     tl.store(p_out + i, a)
     tl.store(p_out + 65536 + i, b)
     tl.store(p_out + 2 * 65536 + i, c)

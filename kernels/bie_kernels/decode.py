@@ -34,12 +34,14 @@ from bie_kernels.merge import merge
 from bie_kernels.plan import item_budget, make_plan, plan_ints
 from bie_kernels.tiles import (
     LOG2E,
+    LOW_UNIT,
     add_values,
     dot16,
     empty_state,
     first_rows,
     load_fragments,
-    normalise,
+    normalise_chunks,
+    out_of_units,
     page_ranges,
     page_step,
     resident,
@@ -47,7 +49,7 @@ from bie_kernels.tiles import (
     window_mask,
     window_range,
 )
-from bie_kernels.tuning import cdiv, decode_tile, interpreted, overlaps, power_of_2
+from bie_kernels.tuning import cdiv, decode_tile, interpreted, key_chunk, overlaps, power_of_2
 
 try:
     from bie_kernels import decode_keys
@@ -70,7 +72,7 @@ _PAGE = tl.constexpr(PAGE_TOKENS)
 def decode_kernel(
     p_q, p_body, p_window, p_body_table, p_window_table, p_plan, p_acc, p_peak, p_total,
     s_qt, s_qh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, o_items, scale, sink_tokens, recent_tokens, retained,
-    q_len: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr,
+    q_len: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr, E: tl.constexpr,
     NQ: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SOFT_CAP: tl.constexpr,
     O_V_CODES: tl.constexpr, O_K_SCALE: tl.constexpr, O_K_ORIGIN: tl.constexpr, O_V_SCALE: tl.constexpr,
     O_V_MIN: tl.constexpr, WINDOW_PAGE: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
@@ -95,13 +97,15 @@ def decode_kernel(
     i_row = row_0 + tl.arange(0, MMA_ROWS)
     m_row = (tl.arange(0, MMA_ROWS) < NQ) & (i_row < ROWS)
     p_q_row = p_q + (i_r * q_len + i_row // G).to(tl.int64) * s_qt + (i_h * G + i_row % G) * s_qh  # [MMA_ROWS]
-    q, factor = normalise(load_fragments(p_q, s_qt, s_qh, i_r, i_h, row_0, q_len, G, D, BD, NQ, MMA_ROWS))
+    q, factor = normalise_chunks(
+        load_fragments(p_q, s_qt, s_qh, i_r, i_h, row_0, q_len, G, D, CHUNK, NQ, MMA_ROWS)
+    )  # fmt: skip
     if SOFT_CAP > 0:
         logit_scale = scale
     else:
         logit_scale = scale * LOG2E
     # In NQ rows (8 of 16 are padding when NQ is 8).
-    factor = tl.max(first_rows(tl.broadcast_to(factor[:, None], [MMA_ROWS, 8]), NQ), 1) * logit_scale
+    factor = tl.max(first_rows(tl.broadcast_to(factor[:, None], [MMA_ROWS, 8]), NQ), 1) * (logit_scale / LOW_UNIT)
     i_out = row_0 + tl.arange(0, NQ)
     m_out = i_out < ROWS
     q_pos = computed + i_out // G
@@ -116,7 +120,7 @@ def decode_kernel(
         p_page = p_body + tl.load(p_table + page).to(tl.int64) * s_bb + i_h * s_bh
         state = page_step(
             q, factor, q_pos, state, p_page, page, computed, p_window_row, seq_len,
-            sink_tokens, recent_tokens, retained, D, BD, E, NQ, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
+            sink_tokens, recent_tokens, retained, D, CHUNK, E, NQ, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
             O_K_SCALE, O_K_ORIGIN, O_V_SCALE, O_V_MIN, WINDOW_PAGE, False, True, ASM,
         )  # fmt: skip
 
@@ -133,12 +137,13 @@ def decode_kernel(
         if reaches & (block > 0):
             state = page_step(
                 q, factor, q_pos, state, p_body + block * s_bb + i_h * s_bh, page, computed, p_window_row, seq_len,
-                sink_tokens, recent_tokens, retained, D, BD, E, NQ, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
+                sink_tokens, recent_tokens, retained, D, CHUNK, E, NQ, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
                 O_K_SCALE, O_K_ORIGIN, O_V_SCALE, O_V_MIN, WINDOW_PAGE, True, True, ASM,
             )  # fmt: skip
 
     # 3. The 16-bit window, one window page a step, queries in their own dtype.
     acc, low, peak, total = state
+    acc = out_of_units(acc)
     w_first, w_last = window_range(u_first, u_last, pages, window_sinks + window_pages - window_start)
     if w_first < w_last:
         i_d = tl.arange(0, BD)
@@ -336,10 +341,10 @@ def _launch(
         window.stride(0), window.stride(1), window.stride(2), body_table.stride(0), window_table.stride(0),
         plan.shape[0] - 4 * budget, scale, sink_tokens, recent_tokens, retained,
         q_len=q_len, H=heads, G=rows // q_len, D=layout.head_size,
-        BD=max(32, power_of_2(layout.head_size)), E=layout.v_size, NQ=tile.rows,
+        BD=max(32, power_of_2(layout.head_size)), CHUNK=key_chunk(layout), E=layout.v_size, NQ=tile.rows,
         BN=layout.group_size if channel else PAGE_TOKENS, GROUP=layout.group_size, HEAD_DIM=not channel,
         SOFT_CAP=soft_cap, O_V_CODES=layout.v_codes, O_K_SCALE=layout.k_scale, O_K_ORIGIN=layout.k_origin,
         O_V_SCALE=layout.v_scale, O_V_MIN=layout.v_min, WINDOW_PAGE=window_page_tokens(q.element_size()),
         ASM=not interpreted(), STAGES=tile.stages, PDL=overlaps(q.device),
-        num_warps=tile.warps, enable_fp_fusion=True,
+        num_warps=tile.warps, enable_fp_fusion=True, maxnreg=255,
     )  # fmt: skip

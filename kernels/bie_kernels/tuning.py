@@ -162,6 +162,16 @@ class DecodeTile:
     stages: int
 
 
+def key_chunk(layout: PageLayout) -> int:
+    """Channels of a key that the plain decode kernel multiplies at once.
+
+    As many as give a thread one aligned load of a token's codes, 16 bytes or 8; a group on the `head_dim` axis.
+    """
+    if layout.key_axis == "head_dim":
+        return layout.group_size
+    return 128 if layout.head_size >= 128 and layout.head_size % 32 == 0 else 64
+
+
 def decode_tile(rows: int, layout: PageLayout, device: torch.device) -> DecodeTile:
     """Tile for `rows` = GQA x query tokens of one KV head in the plain Triton kernel."""
     if rows <= 8:
