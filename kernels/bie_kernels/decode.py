@@ -342,7 +342,7 @@ def _launch(
         plan.shape[0] - 4 * budget, scale, sink_tokens, recent_tokens, retained,
         q_len=q_len, H=heads, G=rows // q_len, D=layout.head_size,
         BD=max(32, power_of_2(layout.head_size)), CHUNK=key_chunk(layout), E=layout.v_size, NQ=tile.rows,
-        BN=layout.group_size if channel else PAGE_TOKENS, GROUP=layout.group_size, HEAD_DIM=not channel,
+        BN=int(__import__('os').environ.get('XBN',0)) or (layout.group_size if channel else PAGE_TOKENS), GROUP=layout.group_size, HEAD_DIM=not channel,
         SOFT_CAP=soft_cap, O_V_CODES=layout.v_codes, O_K_SCALE=layout.k_scale, O_K_ORIGIN=layout.k_origin,
         O_V_SCALE=layout.v_scale, O_V_MIN=layout.v_min, WINDOW_PAGE=window_page_tokens(q.element_size()),
         ASM=not interpreted(), STAGES=tile.stages, PDL=overlaps(q.device),

@@ -347,7 +347,7 @@ def _key_fragments(p_rows, D: tl.constexpr, WIDTH: tl.constexpr, BD: tl.constexp
 
 @triton.jit
 def fragment_scores(
-    q, p_page, sub, D: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, HEAD_DIM: tl.constexpr,
+    q, p_page, sub, D: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     O_K_SCALE: tl.constexpr, O_K_ORIGIN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """As `int4_scores`, in LOW_UNIT; q in chunks of channels from `load_fragments`, groups of them on the head_dim axis."""
@@ -358,7 +358,7 @@ def fragment_scores(
     offset = tl.zeros([q[0].shape[0], 8], tl.float32)
     if not HEAD_DIM:
         for i in tl.static_range(len(q)):
-            minimum = _fragment_meta(p_origin + sub * D + i * CHUNK, D - i * CHUNK, q[i].shape[1])
+            minimum = _fragment_meta(p_origin + sub * BN // GROUP * D + i * CHUNK, D - i * CHUNK, q[i].shape[1])
             offset = tl.dot(q[i], tl.broadcast_to(minimum[:, None], [q[i].shape[1], 8]), offset)
         s += tl.max(offset, 1)[:, None] * LOW_UNIT
     for i in tl.static_range(len(q)):
@@ -370,7 +370,7 @@ def fragment_scores(
             total = tl.sum(q[i].to(tl.float32), 1) * LOW_UNIT
             s += (tl.dot(code_units(q[i]), y) - total[:, None] * zero[None, :]) * scale[None, :]
         else:
-            scale = _fragment_meta(p_scale + sub * D + i * CHUNK, D - i * CHUNK, q[i].shape[1])
+            scale = _fragment_meta(p_scale + sub * BN // GROUP * D + i * CHUNK, D - i * CHUNK, q[i].shape[1])
             s = tl.dot(code_units(q[i] * scale[None, :]), y, s)
     return s
 
@@ -454,6 +454,13 @@ def _value_meta(p_meta, sub, BN: tl.constexpr):
 
 
 @triton.jit
+def columns(x):
+    """x [rows, keys] transposed where it is: Triton takes `tl.trans` of an operand through shared memory."""
+    y = tl.permute(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), [1, 2, 0])
+    return tl.reshape(y, [x.shape[1], x.shape[0]])
+
+
+@triton.jit
 def add_int4_values(
     p, alpha, acc, low, m_key, p_page, sub, E: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr,
     O_V_CODES: tl.constexpr, O_V_SCALE: tl.constexpr, O_V_MIN: tl.constexpr, MASKED: tl.constexpr,
@@ -484,7 +491,7 @@ def add_int4_values(
         )  # fmt: skip
         weight = half * scale[None, :]
         if TRANSPOSED:
-            new_acc = new_acc + (tl.dot(v, tl.trans(weight), acc[g] * alpha[None, :]),)
+            new_acc = new_acc + (tl.dot(v, columns(weight), acc[g] * alpha[None, :]),)
         else:
             new_acc = new_acc + (tl.dot(weight, tl.trans(v), acc[g] * alpha[:, None]),)
         new_low = new_low + (low[g] * alpha + tl.sum(p * minimum.to(tl.float32)[None, :], 1),)
@@ -505,7 +512,7 @@ def add_values(
         v = tl.load(p_rows[:, None] + i_c[None, :], mask=m_rows[:, None] & (i_c < E)[None, :], other=0.0)
         weight = p.to(v.dtype)
         if TRANSPOSED:
-            new_acc = new_acc + (dot16(tl.trans(v), tl.trans(weight), acc[g] * alpha[None, :], ASM),)
+            new_acc = new_acc + (dot16(tl.trans(v), columns(weight), acc[g] * alpha[None, :], ASM),)
         else:
             new_acc = new_acc + (dot16(weight, v, acc[g] * alpha[:, None], ASM),)
         new_low = new_low + (low[g] * alpha,)
@@ -541,7 +548,7 @@ def page_step(
     acc, low, peak, total = state
     for sub in tl.static_range(_PAGE // BN):
         if TRANSPOSED:
-            s = first_rows(fragment_scores(q, p_page, sub, D, BD, BN, HEAD_DIM, O_K_SCALE, O_K_ORIGIN, ASM), NQ)
+            s = first_rows(fragment_scores(q, p_page, sub, D, BD, BN, GROUP, HEAD_DIM, O_K_SCALE, O_K_ORIGIN, ASM), NQ)
         else:
             s = int4_scores(q, p_page, sub, D, BD, BN, GROUP, HEAD_DIM, O_K_SCALE, O_K_ORIGIN, ASM)
         mask = None

@@ -169,6 +169,7 @@ def key_chunk(layout: PageLayout) -> int:
     """
     if layout.key_axis == "head_dim":
         return layout.group_size
+    if os.environ.get('XCH'): return int(os.environ['XCH'])
     return 128 if layout.head_size >= 128 and layout.head_size % 32 == 0 else 64
 
 
