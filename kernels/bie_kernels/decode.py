@@ -81,8 +81,8 @@ def decode_kernel(
     """One program: one item, one KV head, NQ rows (query token, head of the group)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # the merge may set up while this runs
-    i_item, i_h = tl.program_id(0), tl.program_id(1)
-    row_0 = tl.program_id(2) * NQ
+    row_0 = tl.program_id(0) * NQ  # neighbours read the same pages
+    i_item, i_h = tl.program_id(1), tl.program_id(2)
     p_item = p_plan + o_items + 4 * i_item
     i_r = tl.load(p_item)
     if i_r < 0:
@@ -335,14 +335,14 @@ def _launch(
     budget, heads, rows, _ = acc.shape
     tile = decode_tile(rows, layout, q.device)
     channel = layout.key_axis == "channel"
-    launch_decode[(budget, heads, cdiv(rows, tile.rows))](
+    launch_decode[(cdiv(rows, tile.rows), budget, heads)](
         q, body, window, body_table, window_table, plan, acc, peak, total,
         q.stride(0), q.stride(1), body.stride(0), body.stride(1),
         window.stride(0), window.stride(1), window.stride(2), body_table.stride(0), window_table.stride(0),
         plan.shape[0] - 4 * budget, scale, sink_tokens, recent_tokens, retained,
         q_len=q_len, H=heads, G=rows // q_len, D=layout.head_size,
         BD=max(32, power_of_2(layout.head_size)), CHUNK=key_chunk(layout), E=layout.v_size, NQ=tile.rows,
-        BN=int(__import__('os').environ.get('XBN',0)) or (layout.group_size if channel else PAGE_TOKENS), GROUP=layout.group_size, HEAD_DIM=not channel,
+        BN=layout.group_size if channel else PAGE_TOKENS, GROUP=layout.group_size, HEAD_DIM=not channel,
         SOFT_CAP=soft_cap, O_V_CODES=layout.v_codes, O_K_SCALE=layout.k_scale, O_K_ORIGIN=layout.k_origin,
         O_V_SCALE=layout.v_scale, O_V_MIN=layout.v_min, WINDOW_PAGE=window_page_tokens(q.element_size()),
         ASM=not interpreted(), STAGES=tile.stages, PDL=overlaps(q.device),

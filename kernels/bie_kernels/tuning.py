@@ -165,28 +165,26 @@ class DecodeTile:
 def key_chunk(layout: PageLayout) -> int:
     """Channels of a key that the plain decode kernel multiplies at once.
 
-    As many as give a thread one aligned load of a token's codes, 16 bytes or 8; a group on the `head_dim` axis.
+    A token's codes of a thread are one aligned load, 16 bytes or 8. Wider heads in one piece keep 128 bytes a thread in
+    memory. On the `head_dim` axis it is a group.
     """
     if layout.key_axis == "head_dim":
         return layout.group_size
-    if os.environ.get('XCH'): return int(os.environ['XCH'])
-    return 128 if layout.head_size >= 128 and layout.head_size % 32 == 0 else 64
+    return 128 if layout.head_size == 128 else 64
 
 
 def decode_tile(rows: int, layout: PageLayout, device: torch.device) -> DecodeTile:
-    """Tile for `rows` = GQA x query tokens of one KV head in the plain Triton kernel."""
-    if rows <= 8:
-        tile = 8
-    elif rows <= 16:
-        tile = 16
-    else:
-        tile = 32
-    # One warp needs no barriers, and it is worth some registers in memory: up to about 100 bytes a thread.
-    warps = 1 if tile <= 16 else 2
-    if layout.head_size > 128 and layout.key_axis == "head_dim":
+    """Tile for `rows` = GQA x query tokens of one KV head in the plain Triton kernel.
+
+    As many rows as the registers of one warp hold, since one warp needs no barriers. What does not fit even so, groups
+    of 32 and the `head_dim` axis of the widest heads, has more.
+    """
+    tile = 8 if rows <= 8 or layout.head_size > 128 else 16
+    warps = 1
+    if layout.head_size > 192 and layout.key_axis == "head_dim":
         warps = 4
-    elif layout.head_size > 128:
-        warps = 2 if tile > 8 or layout.group_size < 64 else choices(device).decode_wide_warps
+    elif layout.head_size > 128 and layout.group_size < 64:
+        warps = 2
     return DecodeTile(tile, warps, choices(device).decode_stages)
 
 
