@@ -28,20 +28,17 @@ from bie_kernels.checks import (
     check_rows,
     check_window,
 )
+from bie_kernels.fragments import LOW_UNIT, load_fragments, normalise_chunks, out_of_units
 from bie_kernels.launches import Launches
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.merge import merge
 from bie_kernels.plan import item_budget, make_plan, plan_ints
 from bie_kernels.tiles import (
     LOG2E,
-    LOW_UNIT,
     add_values,
     dot16,
     empty_state,
     first_rows,
-    load_fragments,
-    normalise_chunks,
-    out_of_units,
     page_ranges,
     page_step,
     resident,
@@ -72,8 +69,9 @@ _PAGE = tl.constexpr(PAGE_TOKENS)
 def decode_kernel(
     p_q, p_body, p_window, p_body_table, p_window_table, p_plan, p_acc, p_peak, p_total,
     s_qt, s_qh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, o_items, scale, sink_tokens, recent_tokens, retained,
-    q_len: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr, E: tl.constexpr,
-    NQ: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SOFT_CAP: tl.constexpr,
+    q_len: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr,
+    E: tl.constexpr, NQ: tl.constexpr, BN: tl.constexpr, EDGE: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, SOFT_CAP: tl.constexpr,
     O_V_CODES: tl.constexpr, O_K_SCALE: tl.constexpr, O_K_ORIGIN: tl.constexpr, O_V_SCALE: tl.constexpr,
     O_V_MIN: tl.constexpr, WINDOW_PAGE: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -137,7 +135,7 @@ def decode_kernel(
         if reaches & (block > 0):
             state = page_step(
                 q, factor, q_pos, state, p_body + block * s_bb + i_h * s_bh, page, computed, p_window_row, seq_len,
-                sink_tokens, recent_tokens, retained, D, CHUNK, E, NQ, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
+                sink_tokens, recent_tokens, retained, D, CHUNK, E, NQ, EDGE, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
                 O_K_SCALE, O_K_ORIGIN, O_V_SCALE, O_V_MIN, WINDOW_PAGE, True, True, ASM,
             )  # fmt: skip
 
@@ -342,7 +340,7 @@ def _launch(
         plan.shape[0] - 4 * budget, scale, sink_tokens, recent_tokens, retained,
         q_len=q_len, H=heads, G=rows // q_len, D=layout.head_size,
         BD=max(32, power_of_2(layout.head_size)), CHUNK=key_chunk(layout), E=layout.v_size, NQ=tile.rows,
-        BN=layout.group_size if channel else PAGE_TOKENS, GROUP=layout.group_size, HEAD_DIM=not channel,
+        BN=layout.group_size if channel else PAGE_TOKENS, EDGE=tile.edge, GROUP=layout.group_size, HEAD_DIM=not channel,
         SOFT_CAP=soft_cap, O_V_CODES=layout.v_codes, O_K_SCALE=layout.k_scale, O_K_ORIGIN=layout.k_origin,
         O_V_SCALE=layout.v_scale, O_V_MIN=layout.v_min, WINDOW_PAGE=window_page_tokens(q.element_size()),
         ASM=not interpreted(), STAGES=tile.stages, PDL=overlaps(q.device),

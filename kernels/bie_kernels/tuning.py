@@ -45,9 +45,6 @@ class Choices:
         keys_registers: registers that it may use, if ptxas is to be told: it aims for 12 warps a multiprocessor on
             some cards, and spills for them.
         decode_stages: pages in flight in the plain decode kernel.
-        decode_wide_warps: its warps for up to 8 rows of more than 128 channels. One is faster on an H200 and keeps 64
-            to 300 bytes a thread in memory there, 1.4 KB on older cards with Triton 3.6. Two keep 16 at most, but
-            208 on 8.0 with Triton 3.6.
         prefill_rows, prefill_warps, prefill_stages: of a prefill program.
         prefill_programs_per_sm: with fewer tiles than that, pages are split over more programs.
     """
@@ -61,7 +58,6 @@ class Choices:
     keys_narrow_stages: int = 2
     keys_registers: int | None = None
     decode_stages: int = 2
-    decode_wide_warps: int = 1
     prefill_rows: int = 64
     prefill_warps: int = 4
     prefill_stages: int = 1
@@ -72,12 +68,12 @@ MEASURED = Choices()
 """On an H200 (see NOTES.md)."""
 
 CHOICES: dict[Card, Choices] = {
-    (8, 0): replace(MEASURED, decode_wide_warps=2),  # not measured
-    (8, 6): replace(MEASURED, decode_wide_warps=2, keys_registers=255),  # not measured
-    (8, 9): replace(MEASURED, decode_wide_warps=2, keys_registers=255),  # not measured
+    (8, 0): MEASURED,  # not measured
+    (8, 6): replace(MEASURED, keys_registers=255),  # not measured
+    (8, 9): replace(MEASURED, keys_registers=255),  # not measured
     (9, 0): MEASURED,
-    (10, 0): replace(MEASURED, decode_wide_warps=2),  # not measured
-    (12, 0): replace(MEASURED, decode_wide_warps=2),  # not measured
+    (10, 0): MEASURED,  # not measured
+    (12, 0): MEASURED,  # not measured
 }
 """By compute capability; cards that nobody has measured take the H200's numbers, pruned by their shared memory, or
 what their builds ask for."""
@@ -155,11 +151,12 @@ def overlaps(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """How decode rows are cut: rows of a program, its warps and pipeline stages."""
+    """How decode is cut: rows of a program, its warps and pipeline stages, tokens of a masked page at once."""
 
     rows: int
     warps: int
     stages: int
+    edge: int
 
 
 def key_chunk(layout: PageLayout) -> int:
@@ -177,7 +174,7 @@ def decode_tile(rows: int, layout: PageLayout, device: torch.device) -> DecodeTi
     """Tile for `rows` = GQA x query tokens of one KV head in the plain Triton kernel.
 
     As many rows as the registers of one warp hold, since one warp needs no barriers. What does not fit even so, groups
-    of 32 and the `head_dim` axis of the widest heads, has more.
+    of 32 and the `head_dim` axis of the widest heads, has more. Masks fit beside a whole page only in the common case.
     """
     tile = 8 if rows <= 8 or layout.head_size > 128 else 16
     warps = 1
@@ -185,7 +182,8 @@ def decode_tile(rows: int, layout: PageLayout, device: torch.device) -> DecodeTi
         warps = 4
     elif layout.head_size > 128 and layout.group_size < 64:
         warps = 2
-    return DecodeTile(tile, warps, choices(device).decode_stages)
+    common = tile == 8 and layout.head_size <= 128 and layout.group_size == 64
+    return DecodeTile(tile, warps, choices(device).decode_stages, PAGE_TOKENS if common else 32)
 
 
 # -- decode_keys --------------------------------------------------------------
