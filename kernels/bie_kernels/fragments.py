@@ -47,7 +47,7 @@ mov.b32 $0, a;
 mov.b32 $1, b;
 }
 """)
-"""Nothing but masks: tensor cores multiply subnormal numbers exactly, and whoever takes the products knows the units."""
+"""Nothing but masks: tensor cores multiply subnormal numbers exactly, and whoever takes the products knows units."""
 
 LOW_UNIT, HIGH_UNIT = tl.constexpr(2.0**-24), tl.constexpr(2.0**-20)
 """What a code of 1 is in fp16 when its four bits are the lowest of the mantissa, or the next four."""
