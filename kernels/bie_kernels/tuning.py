@@ -182,8 +182,10 @@ def decode_tile(rows: int, layout: PageLayout, device: torch.device) -> DecodeTi
         warps = 4
     elif layout.head_size > 128 and layout.group_size < 64:
         warps = 2
-    common = tile == 8 and layout.head_size <= 128 and layout.group_size == 64
-    return DecodeTile(tile, warps, choices(device).decode_stages, PAGE_TOKENS if common else 32)
+    edge = PAGE_TOKENS if tile == 8 and layout.head_size <= 128 else 32
+    if layout.group_size < 64:
+        edge = 16
+    return DecodeTile(tile, warps, choices(device).decode_stages, edge)
 
 
 # -- decode_keys --------------------------------------------------------------
