@@ -28,7 +28,7 @@ from bie_kernels.checks import (
     check_rows,
     check_window,
 )
-from bie_kernels.fragments import LOW_UNIT, load_fragments, normalise_chunks, out_of_units
+from bie_kernels.fragments import LOW_UNIT, load_fragments, normalise_chunks, out_of_units, program_id_x
 from bie_kernels.launches import Launches
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.merge import merge
@@ -104,9 +104,7 @@ def decode_kernel(
         logit_scale = scale * LOG2E
     # In NQ rows (8 of 16 are padding when NQ is 8).
     factor = tl.max(first_rows(tl.broadcast_to(factor[:, None], [MMA_ROWS, 8]), NQ), 1) * (logit_scale / LOW_UNIT)
-    i_out = row_0 + tl.arange(0, NQ)
-    m_out = i_out < ROWS
-    q_pos = computed + i_out // G
+    q_pos = computed + (row_0 + tl.arange(0, NQ)) // G
     state = empty_state(NQ, E, GROUP, True)
     p_table = p_body_table + i_r * s_btr
     p_window_row = p_window_table + i_r * s_wtr
@@ -162,6 +160,9 @@ def decode_kernel(
                 p, alpha, peak, total = softmax_step(s, flat, mask, peak, total, SOFT_CAP, True)
                 acc, low = add_values(p, alpha, acc, low, p_rows + D, m_key, E, GROUP, True, ASM)
 
+    # Read once more, so that rows are not kept from above.
+    i_out = program_id_x(ASM) * NQ + tl.arange(0, NQ)
+    m_out = i_out < ROWS
     at = (i_item.to(tl.int64) * H + i_h) * ROWS + i_out
     tl.store(p_peak + at, peak, mask=m_out)
     tl.store(p_total + at, total, mask=m_out)

@@ -96,6 +96,15 @@ def as_it_is(x, ASM: tl.constexpr):
 
 
 @triton.jit
+def program_id_x(ASM: tl.constexpr):
+    """As `tl.program_id(0)`, read at the place of the call: what follows from it takes no register before."""
+    if ASM:
+        return tl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return tl.program_id(0)
+
+
+@triton.jit
 def columns(x):
     """x [rows, keys] transposed where it is: Triton takes `tl.trans` of an operand through shared memory."""
     y = tl.permute(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), [1, 2, 0])
@@ -123,13 +132,13 @@ def normalise(q):
 @triton.jit
 def normalise_chunks(chunks):
     """As `normalise`, for chunks of channels of the same rows."""
-    peak = tl.max(tl.abs(chunks[0]), 1)
+    peak = tl.max(tl.abs(chunks[0].to(tl.float32)), 1)
     for i in tl.static_range(1, len(chunks)):
-        peak = tl.maximum(peak, tl.max(tl.abs(chunks[i]), 1))
+        peak = tl.maximum(peak, tl.max(tl.abs(chunks[i].to(tl.float32)), 1))
     factor = power_below(peak)
     q = ()
     for i in tl.static_range(len(chunks)):
-        q = q + ((chunks[i] / factor[:, None]).to(tl.float16),)
+        q = q + ((chunks[i].to(tl.float32) / factor[:, None]).to(tl.float16),)
     return q, factor
 
 
@@ -163,7 +172,7 @@ def load_fragments(
     p_q, s_qt, s_qh, i_r, i_h, row_0, q_len: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
     NQ: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """NQ query rows in tiles of 16: fp32 [ROWS, channels] for every CHUNK channels, in MMA order, padded with 0.
+    """NQ query rows in tiles of 16: [ROWS, channels] for every CHUNK channels, in MMA order, padded with 0.
 
     No page takes them through shared memory.
     """
@@ -172,7 +181,7 @@ def load_fragments(
         chunk = _load_chunk(
             p_q + i * CHUNK, s_qt, s_qh, i_r, i_h, row_0, D - i * CHUNK, chunk_width(i, D, CHUNK), q_len, G, NQ, ROWS,
         )  # fmt: skip
-        q = q + (chunk.to(tl.float32),)
+        q = q + (chunk,)
     return q
 
 
