@@ -47,31 +47,15 @@ MATRIX = [
     for arch, size, (family, rest) in itertools.product(archs, sizes, FAMILIES)
     if size in KEYS_SIZES or not rest.endswith("-keys")
 ]
-PLAIN_SPILLS = {
-    "d80-g32": 80, "d80-gqa16": 128, "d80-head_dim": 96, "d80-q6": 208,
-    "d96-g32": 56, "d96-gqa16": 144, "d96-head_dim": 112, "d96-q6": 216,
-    "d112-g32": 80, "d112-gqa16": 112, "d112-head_dim": 88, "d112-q6": 216,
-    "d128-g32": 104, "d128-gqa16": 96, "d128-head_dim": 152, "d128-q6": 224,
-    "d192": 64, "d192-g32": 104, "d192-gqa16": 208, "d192-head_dim": 8, "d192-q6": 784,
-    "d256": 96, "d256-g32": 232, "d256-gqa16": 288, "d256-head_dim": 8, "d256-q6": 896,
-}  # fmt: skip
-"""Bytes of stack of the plain kernel in the matrix, by size and variant: the most on any card (Triton 3.9).
-
-Its few warps had better spill than wait at barriers (NOTES.md, version 10). No named build spills.
-"""
-
 KEYS_SPILLS = {(96, 2): 32, (96, 3): 40, (256, 2): 32}
 """Of `decode_keys`, by channels and tiles of 8 rows: the most on any card (Triton 3.9); none elsewhere."""
 
 
 def spills_allowed(name: str, row: dict) -> int:
-    """Bytes of stack that the decode kernel of a build may take."""
-    if name in BUILDS:
+    """Bytes of stack that the decode kernel of a build may take: none but `decode_keys`, in no named build."""
+    if name in BUILDS or row["kernel"] != "decode_keys_kernel":
         return 0
-    if row["kernel"] == "decode_keys_kernel":
-        return KEYS_SPILLS.get((row["constants"]["D"], row["constants"]["T"]), 0)
-    _, _, size, _, *variant = name.split("-")
-    return PLAIN_SPILLS.get("-".join([size, *variant]), 0)
+    return KEYS_SPILLS.get((row["constants"]["D"], row["constants"]["T"]), 0)
 
 
 def build(name: str) -> list[dict]:

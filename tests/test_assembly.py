@@ -17,26 +17,26 @@ import triton.language as tl  # noqa: E402
 from gluon_twin import Tensor, twin  # noqa: E402
 from kernel_cases import DEVICE  # noqa: E402
 
-from bie_kernels import tiles  # noqa: E402
+from bie_kernels import fragments  # noqa: E402
 
 EVERY = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16)
 """All 16-bit numbers."""
 
 
 @triton.jit
-def unpack_kernel(p_x, p_out, ASM: tl.constexpr):
+def unpack_kernel(p_x, p_out, SUBNORMAL: tl.constexpr, ASM: tl.constexpr):
     i = tl.arange(0, 4096) + tl.program_id(0) * 4096
-    a, b, c, d = tiles.unpack(tl.load(p_x + i), ASM)
+    a, b, c, d = fragments.unpack(tl.load(p_x + i), SUBNORMAL, ASM)
     tl.store(p_out + i, a)
     tl.store(p_out + 65536 + i, b)
     tl.store(p_out + 2 * 65536 + i, c)
     tl.store(p_out + 3 * 65536 + i, d)
 
 
-def plain(x: torch.Tensor, asm: bool = False) -> torch.Tensor:
-    """`tiles.unpack` of 65,536 numbers; the bits of its four results."""
+def plain(x: torch.Tensor, subnormal: bool, asm: bool = False) -> torch.Tensor:
+    """`fragments.unpack` of 65,536 numbers; the bits of its four results."""
     out = torch.empty(4, 65536, dtype=torch.float16, device=x.device)
-    unpack_kernel[(16,)](x, out, ASM=asm, num_warps=4)
+    unpack_kernel[(16,)](x, out, SUBNORMAL=subnormal, ASM=asm, num_warps=4)
     return out.view(torch.int16)
 
 
@@ -47,11 +47,13 @@ def shuffled() -> torch.Tensor:
 
 @pytest.mark.parametrize("x", [EVERY, shuffled()], ids=["in order", "shuffled"])
 def test_unpacking(x: torch.Tensor) -> None:
-    """The assembly of both kernels, the plain Triton code, and what the codes are; Gluon's are subnormal numbers."""
+    """Assembly, the plain Triton code and what the codes are; as numbers and, for few rows, as subnormal ones."""
     want = torch.stack([(x.int() >> (4 * i) & 15).to(torch.float16) for i in range(4)]).view(torch.int16)
-    assert torch.equal(plain(x.to(DEVICE)).cpu(), want)
-    made = ptx.run(tiles.UNPACK.value, [ptx.words(x)], 4)
+    assert torch.equal(plain(x.to(DEVICE), False).cpu(), want)
+    made = ptx.run(fragments.UNPACK.value, [ptx.words(x)], 4)
     assert torch.equal(torch.stack([ptx.halves(register, torch.int16) for register in made]), want)
+    bits = torch.stack([x.int() >> shift & mask for shift, mask in ((0, 0x0F), (0, 0xF0), (8, 0x0F), (8, 0xF0))])
+    assert torch.equal(plain(x.to(DEVICE), True).cpu(), bits.to(torch.int16))
     gluon = twin("gluon_tiles", late=False)
     units = [gluon.LOW_UNIT, gluon.HIGH_UNIT] * 2
     codes = [y.data.float() / unit for y, unit in zip(gluon.unpack(Tensor(x)), units, strict=True)]
@@ -59,9 +61,10 @@ def test_unpacking(x: torch.Tensor) -> None:
 
 
 @pytest.mark.gpu
-def test_unpacking_on_a_card() -> None:
+@pytest.mark.parametrize("subnormal", [False, True])
+def test_unpacking_on_a_card(subnormal: bool) -> None:
     x = shuffled().to(DEVICE)
-    assert torch.equal(plain(x), plain(x, asm=True))
+    assert torch.equal(plain(x, subnormal), plain(x, subnormal, asm=True))
 
 
 @pytest.mark.parametrize("rows", [16, 64])

@@ -28,6 +28,7 @@ from bie_kernels.checks import (
     check_rows,
     check_window,
 )
+from bie_kernels.fragments import LOW_UNIT, load_fragments, normalise_chunks, out_of_units, program_id_x
 from bie_kernels.launches import Launches
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.merge import merge
@@ -38,16 +39,14 @@ from bie_kernels.tiles import (
     dot16,
     empty_state,
     first_rows,
-    normalise,
     page_ranges,
     page_step,
     resident,
-    row_channels,
     softmax_step,
     window_mask,
     window_range,
 )
-from bie_kernels.tuning import cdiv, decode_tile, interpreted, overlaps, power_of_2
+from bie_kernels.tuning import cdiv, decode_tile, interpreted, key_chunk, overlaps, power_of_2
 
 try:
     from bie_kernels import decode_keys
@@ -70,8 +69,9 @@ _PAGE = tl.constexpr(PAGE_TOKENS)
 def decode_kernel(
     p_q, p_body, p_window, p_body_table, p_window_table, p_plan, p_acc, p_peak, p_total,
     s_qt, s_qh, s_bb, s_bh, s_wp, s_wh, s_wt, s_btr, s_wtr, o_items, scale, sink_tokens, recent_tokens, retained,
-    q_len: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr,
-    NQ: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SOFT_CAP: tl.constexpr,
+    q_len: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr,
+    E: tl.constexpr, NQ: tl.constexpr, BN: tl.constexpr, EDGE: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, SOFT_CAP: tl.constexpr,
     O_V_CODES: tl.constexpr, O_K_SCALE: tl.constexpr, O_K_ORIGIN: tl.constexpr, O_V_SCALE: tl.constexpr,
     O_V_MIN: tl.constexpr, WINDOW_PAGE: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -79,8 +79,8 @@ def decode_kernel(
     """One program: one item, one KV head, NQ rows (query token, head of the group)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # the merge may set up while this runs
-    i_item, i_h = tl.program_id(0), tl.program_id(1)
-    row_0 = tl.program_id(2) * NQ
+    row_0 = tl.program_id(0) * NQ  # neighbours read the same pages
+    i_item, i_h = tl.program_id(1), tl.program_id(2)
     p_item = p_plan + o_items + 4 * i_item
     i_r = tl.load(p_item)
     if i_r < 0:
@@ -95,18 +95,16 @@ def decode_kernel(
     i_row = row_0 + tl.arange(0, MMA_ROWS)
     m_row = (tl.arange(0, MMA_ROWS) < NQ) & (i_row < ROWS)
     p_q_row = p_q + (i_r * q_len + i_row // G).to(tl.int64) * s_qt + (i_h * G + i_row % G) * s_qh  # [MMA_ROWS]
-    i_c = row_channels(BD, True)
-    m_q = m_row[:, None] & (i_c < D)[None, :]
-    q, factor = normalise(tl.load(p_q_row[:, None] + i_c[None, :], mask=m_q, other=0.0))
+    q, factor = normalise_chunks(
+        load_fragments(p_q, s_qt, s_qh, i_r, i_h, row_0, q_len, G, D, CHUNK, NQ, MMA_ROWS)
+    )  # fmt: skip
     if SOFT_CAP > 0:
         logit_scale = scale
     else:
         logit_scale = scale * LOG2E
     # In NQ rows (8 of 16 are padding when NQ is 8).
-    factor = tl.max(first_rows(tl.broadcast_to(factor[:, None], [MMA_ROWS, 8]), NQ), 1) * logit_scale
-    i_out = row_0 + tl.arange(0, NQ)
-    m_out = i_out < ROWS
-    q_pos = computed + i_out // G
+    factor = tl.max(first_rows(tl.broadcast_to(factor[:, None], [MMA_ROWS, 8]), NQ), 1) * (logit_scale / LOW_UNIT)
+    q_pos = computed + (row_0 + tl.arange(0, NQ)) // G
     state = empty_state(NQ, E, GROUP, True)
     p_table = p_body_table + i_r * s_btr
     p_window_row = p_window_table + i_r * s_wtr
@@ -118,7 +116,7 @@ def decode_kernel(
         p_page = p_body + tl.load(p_table + page).to(tl.int64) * s_bb + i_h * s_bh
         state = page_step(
             q, factor, q_pos, state, p_page, page, computed, p_window_row, seq_len,
-            sink_tokens, recent_tokens, retained, D, BD, E, NQ, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
+            sink_tokens, recent_tokens, retained, D, CHUNK, E, NQ, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
             O_K_SCALE, O_K_ORIGIN, O_V_SCALE, O_V_MIN, WINDOW_PAGE, False, True, ASM,
         )  # fmt: skip
 
@@ -135,12 +133,13 @@ def decode_kernel(
         if reaches & (block > 0):
             state = page_step(
                 q, factor, q_pos, state, p_body + block * s_bb + i_h * s_bh, page, computed, p_window_row, seq_len,
-                sink_tokens, recent_tokens, retained, D, BD, E, NQ, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
+                sink_tokens, recent_tokens, retained, D, CHUNK, E, NQ, EDGE, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
                 O_K_SCALE, O_K_ORIGIN, O_V_SCALE, O_V_MIN, WINDOW_PAGE, True, True, ASM,
             )  # fmt: skip
 
     # 3. The 16-bit window, one window page a step, queries in their own dtype.
     acc, low, peak, total = state
+    acc = out_of_units(acc)
     w_first, w_last = window_range(u_first, u_last, pages, window_sinks + window_pages - window_start)
     if w_first < w_last:
         i_d = tl.arange(0, BD)
@@ -161,6 +160,9 @@ def decode_kernel(
                 p, alpha, peak, total = softmax_step(s, flat, mask, peak, total, SOFT_CAP, True)
                 acc, low = add_values(p, alpha, acc, low, p_rows + D, m_key, E, GROUP, True, ASM)
 
+    # Read once more, so that rows are not kept from above.
+    i_out = program_id_x(ASM) * NQ + tl.arange(0, NQ)
+    m_out = i_out < ROWS
     at = (i_item.to(tl.int64) * H + i_h) * ROWS + i_out
     tl.store(p_peak + at, peak, mask=m_out)
     tl.store(p_total + at, total, mask=m_out)
@@ -332,16 +334,16 @@ def _launch(
     budget, heads, rows, _ = acc.shape
     tile = decode_tile(rows, layout, q.device)
     channel = layout.key_axis == "channel"
-    launch_decode[(budget, heads, cdiv(rows, tile.rows))](
+    launch_decode[(cdiv(rows, tile.rows), budget, heads)](
         q, body, window, body_table, window_table, plan, acc, peak, total,
         q.stride(0), q.stride(1), body.stride(0), body.stride(1),
         window.stride(0), window.stride(1), window.stride(2), body_table.stride(0), window_table.stride(0),
         plan.shape[0] - 4 * budget, scale, sink_tokens, recent_tokens, retained,
         q_len=q_len, H=heads, G=rows // q_len, D=layout.head_size,
-        BD=max(32, power_of_2(layout.head_size)), E=layout.v_size, NQ=tile.rows,
-        BN=layout.group_size if channel else PAGE_TOKENS, GROUP=layout.group_size, HEAD_DIM=not channel,
+        BD=max(32, power_of_2(layout.head_size)), CHUNK=key_chunk(layout), E=layout.v_size, NQ=tile.rows,
+        BN=layout.group_size if channel else PAGE_TOKENS, EDGE=tile.edge, GROUP=layout.group_size, HEAD_DIM=not channel,
         SOFT_CAP=soft_cap, O_V_CODES=layout.v_codes, O_K_SCALE=layout.k_scale, O_K_ORIGIN=layout.k_origin,
         O_V_SCALE=layout.v_scale, O_V_MIN=layout.v_min, WINDOW_PAGE=window_page_tokens(q.element_size()),
         ASM=not interpreted(), STAGES=tile.stages, PDL=overlaps(q.device),
-        num_warps=tile.warps, enable_fp_fusion=True,
+        num_warps=tile.warps, enable_fp_fusion=True, maxnreg=255,
     )  # fmt: skip

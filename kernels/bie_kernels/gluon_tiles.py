@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from bie_kernels import tiles
+from bie_kernels.fragments import HIGH_UNIT, LOW_UNIT, SUBNORMAL_CODES  # noqa: F401
 from bie_kernels.layout import PAGE_TOKENS, PageLayout
 from bie_kernels.tuning import capability, interpreted, keys_fit
 
@@ -89,22 +90,6 @@ def window_page_of(u, window_sinks, window_start):
 
 
 # -- unpacking ----------------------------------------------------------------
-SUBNORMAL_CODES = gl.constexpr("""
-{
-.reg .b32 s, a, b;
-shr.u32 s, $4, 8;
-and.b32 a, $4, 0x000F000F;
-and.b32 b, $4, 0x00F000F0;
-and.b32 $2, s, 0x000F000F;
-and.b32 $3, s, 0x00F000F0;
-mov.b32 $0, a;
-mov.b32 $1, b;
-}
-""")
-LOW_UNIT, HIGH_UNIT = gl.constexpr(2.0**-24), gl.constexpr(2.0**-20)
-"""What a code of 1 is in fp16 when its four bits are the lowest of the mantissa, or the next four."""
-
-
 @gluon.jit
 def unpack(x):
     """int16 -> its four codes as subnormal fp16, in units LOW, HIGH, LOW, HIGH; packed asm keeps pairs together.

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from bie_kernels.checks import as_dtype, check_prefill
+from bie_kernels.fragments import normalise
 from bie_kernels.launches import Launches
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.merge import merge
@@ -25,7 +26,6 @@ from bie_kernels.tiles import (
     add_values,
     dot16,
     empty_state,
-    normalise,
     page_ranges,
     page_step,
     resident,

@@ -4,12 +4,11 @@
 Orders inside a tile. `tl.dot` wants its operands in the order of MMA fragments, and
 the codes lie in that order in memory, so tiles are left as they come:
 
-* K codes come as [channels, tokens]; in *MMA order* of the channels (TRANSPOSED: few rows,
-  operands in registers), the query is loaded in that order once (`row_channels`) and key
-  metadata is permuted to it per page. In natural order (many rows, operands in shared
-  memory) a thread writes 8 channels at once.
-* V codes come as [channels, tokens] with natural channels and, when TRANSPOSED, tokens in
-  MMA order (x, t, i1, e); the probabilities are permuted alike in registers.
+* K codes come as [channels, tokens]; with few rows (TRANSPOSED) in MMA order of the
+  channels, see `fragments`. In natural order (many rows, operands in shared memory) a
+  thread writes 8 channels at once.
+* V codes come as [channels, tokens], both in natural order; when TRANSPOSED as subnormal
+  numbers.
 
 Token bits: token = 16 x + 8 i1 + 2 t + e. Channel bits of a key, with AL words of 8
 channels for each of 4 threads t: channel = 8 (AL t + al) + 4 i1 + 2 i0 + e.
@@ -20,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from bie_kernels.fragments import as_it_is, columns, fragment_scores, unpack
 from bie_kernels.layout import PAGE_TOKENS
 from bie_kernels.store import token_slot
 
@@ -40,40 +40,6 @@ scores are nothing."""
 
 WINDOW_WEIGHT = tl.constexpr(2)
 """Units of a window page: as many bytes as a body page, but read without a pipeline."""
-
-UNPACK = tl.constexpr("""
-{
-.reg .b32 s, a, b, c, d, base_low, base_high;
-lop3.b32 a, $4, 0x000F000F, 0x64006400, 0xEA;
-lop3.b32 b, $4, 0x00F000F0, 0x54005400, 0xEA;
-shr.u32 s, $4, 8;
-lop3.b32 c, s, 0x000F000F, 0x64006400, 0xEA;
-lop3.b32 d, s, 0x00F000F0, 0x54005400, 0xEA;
-mov.b32 base_low, 0xE400E400;
-mov.b32 base_high, 0xD400D400;
-add.rn.f16x2 $0, a, base_low;
-add.rn.f16x2 $1, b, base_high;
-add.rn.f16x2 $2, c, base_low;
-add.rn.f16x2 $3, d, base_high;
-}
-""")
-"""A nibble or-ed into the mantissa of 1024 (low) or 64 (high) is that number plus the code; two at a time."""
-
-
-@triton.jit
-def unpack(x, ASM: tl.constexpr):
-    """int16 -> its four codes as fp16, lowest nibble first. Both ways give the same bits."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            UNPACK, "=r,=r,=r,=r,r", [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        return (
-            (x & 15).to(tl.float16), ((x >> 4) & 15).to(tl.float16),
-            ((x >> 8) & 15).to(tl.float16), ((x >> 12) & 15).to(tl.float16),
-        )  # fmt: skip
-
 
 @triton.jit
 def dot16(a, b, acc, ASM: tl.constexpr):
@@ -142,33 +108,6 @@ def window_range(u_first, u_last, pages, windows):
 
 # -- queries ------------------------------------------------------------------
 @triton.jit
-def row_channels(BD: tl.constexpr, MMA_ORDER: tl.constexpr):
-    """Channel at each row of a K code tile."""
-    i = tl.arange(0, BD)
-    if MMA_ORDER:
-        i = 8 * (((i >> 2) & 3) * (BD // 32) + (i >> 5)) + 4 * ((i >> 4) & 1) + 2 * ((i >> 1) & 1) + (i & 1)
-    return i
-
-
-@triton.jit
-def _to_mma_order(x, BD: tl.constexpr):
-    """[BD] in natural channel order -> MMA order."""
-    return tl.reshape(tl.permute(tl.reshape(x, [4, BD // 32, 2, 2, 2]), [1, 2, 0, 3, 4]), [BD])
-
-
-@triton.jit
-def normalise(q):
-    """q [rows, channels] -> (fp16 q / f with maximum in [1, 2), f [rows] a power of two).
-
-    Key scales reach 8,736 and queries hundreds: their product would overflow fp16.
-    """
-    peak = tl.max(tl.abs(q.to(tl.float32)), 1)
-    factor = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    factor = tl.where((peak > 1.0e-30) & (peak < 1.0e30), factor, 1.0)
-    return (q.to(tl.float32) / factor[:, None]).to(tl.float16), factor
-
-
-@triton.jit
 def first_rows(x, NQ: tl.constexpr):
     """The first NQ of the 16 rows of a padded MMA tile, without leaving registers; else x."""
     if NQ < 16:
@@ -178,37 +117,32 @@ def first_rows(x, NQ: tl.constexpr):
 
 # -- scores -------------------------------------------------------------------
 @triton.jit
-def _key_codes(p_rows, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, MMA_ORDER: tl.constexpr, ASM: tl.constexpr):
-    """K codes of BN tokens as fp16 [BD, BN]; padded channels are 0."""
+def _key_codes(p_rows, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr):
+    """K codes of BN tokens as fp16 [BD, BN] in natural order; padded channels are 0."""
     i_t, i_w = tl.arange(0, BN), tl.arange(0, BD // 4)
     p = p_rows.to(tl.pointer_type(tl.int16)) + i_t[:, None] * (D // 4) + i_w[None, :]
     if D == BD:
         x = tl.load(p)
     else:
         x = tl.load(p, mask=tl.broadcast_to((i_w < D // 4)[None, :], p.shape), other=0)
-    a, b, c, d = unpack(tl.reshape(x, [BN, 4, BD // 32, 2]), ASM)  # token, t, al, e
+    a, b, c, d = unpack(tl.reshape(x, [BN, 4, BD // 32, 2]), False, ASM)  # token, t, al, e
     y = tl.join(tl.join(a, c), tl.join(b, d))  # token, t, al, e, i1, i0
-    if MMA_ORDER:
-        y = tl.permute(y, [2, 4, 1, 5, 3, 0])
-    else:
-        y = tl.permute(y, [1, 2, 4, 5, 3, 0])
-    return tl.reshape(y, [BD, BN])
+    return tl.reshape(tl.permute(y, [1, 2, 4, 5, 3, 0]), [BD, BN])
 
 
 @triton.jit
 def int4_scores(
     q, p_page, sub, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, O_K_SCALE: tl.constexpr, O_K_ORIGIN: tl.constexpr, MMA_ORDER: tl.constexpr,
-    ASM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, O_K_SCALE: tl.constexpr, O_K_ORIGIN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """q.k in fp32 [rows, BN] for tokens BN * sub.. of a page; q fp16 [rows, BD], in MMA order if so asked."""
-    y = _key_codes(p_page + sub * (BN * D // 2), D, BD, BN, MMA_ORDER, ASM)
+    """q.k in fp32 [rows, BN] for tokens BN * sub.. of a page; q fp16 [rows, BD]."""
+    y = _key_codes(p_page + sub * (BN * D // 2), D, BD, BN, ASM)
     p_scale = (p_page + O_K_SCALE).to(tl.pointer_type(tl.float16))
     p_origin = (p_page + O_K_ORIGIN).to(tl.pointer_type(tl.float16))
     if HEAD_DIM:
         # One scale per token and group of channels: one product per group, scaled in fp32.
         slot = token_slot(sub * BN + tl.arange(0, BN))
-        group = row_channels(BD, MMA_ORDER) // GROUP
+        group = tl.arange(0, BD) // GROUP
         s = tl.zeros([q.shape[0], BN], tl.float32)
         for g in tl.static_range((D + GROUP - 1) // GROUP):
             part = tl.where((group == g)[None, :], q, 0.0).to(tl.float16)
@@ -221,9 +155,6 @@ def int4_scores(
         m_c = i_c < D
         scale = tl.load(p_scale + sub * D + i_c, mask=m_c, other=0.0)
         minimum = tl.load(p_origin + sub * D + i_c, mask=m_c, other=0.0)
-        if MMA_ORDER:
-            scale = _to_mma_order(scale, BD)
-            minimum = _to_mma_order(minimum, BD)
         offset = tl.max(tl.dot(q, tl.broadcast_to(minimum[:, None], [BD, 8])), 1)
         s = tl.dot(q * scale[None, :], y) + offset[:, None]
     return s
@@ -240,7 +171,8 @@ def _soft_cap(s, SOFT_CAP: tl.constexpr):
 def softmax_step(s, factor, mask, peak, total, SOFT_CAP: tl.constexpr, MASKED: tl.constexpr):
     """Online softmax: (p, alpha, peak, total) for scores s [rows, keys], peak in base 2.
 
-    `factor` [rows] is positive and holds the softmax scale, and log2(e) without a cap.
+    `factor` [rows] is positive and holds the softmax scale, and log2(e) without a cap. Times it a masked score may be
+    minus infinity, which no peak becomes.
     """
     if SOFT_CAP > 0:
         s = _soft_cap(s * factor[:, None], SOFT_CAP)
@@ -276,13 +208,13 @@ def _value_codes(
         x = tl.load(p)
     else:
         x = tl.load(p, mask=tl.broadcast_to((i_r // 8 < blocks)[:, None], p.shape), other=0)
-    a, b, c, d = unpack(tl.reshape(x, [GROUP // 16, 8, 4, XN, 2]), ASM)  # j, g, t, x, e
+    a, b, c, d = unpack(tl.reshape(x, [GROUP // 16, 8, 4, XN, 2]), PERMUTED, ASM)  # j, g, t, x, e
     y = tl.join(tl.join(a, c), tl.join(b, d))  # j, g, t, x, e, i1, i0
+    y = tl.permute(y, [0, 6, 1, 3, 5, 2, 4])  # channel (j, i0, g), token (x, i1, t, e)
+    y = tl.reshape(y, [GROUP, BN])
     if PERMUTED:
-        y = tl.permute(y, [0, 6, 1, 3, 2, 5, 4])  # channel (j, i0, g), token (x, t, i1, e)
-    else:
-        y = tl.permute(y, [0, 6, 1, 3, 5, 2, 4])  # token (x, i1, t, e): natural
-    return tl.reshape(y, [GROUP, BN])
+        y = as_it_is(y, ASM)
+    return y
 
 
 @triton.jit
@@ -327,9 +259,7 @@ def add_int4_values(
         )  # fmt: skip
         weight = half * scale[None, :]
         if TRANSPOSED:
-            weight = tl.reshape(weight, [p.shape[0], BN // 16, 2, 4, 2])  # row, x, i1, t, e
-            weight = tl.reshape(tl.permute(weight, [1, 3, 2, 4, 0]), [BN, p.shape[0]])
-            new_acc = new_acc + (tl.dot(v, weight, acc[g] * alpha[None, :]),)
+            new_acc = new_acc + (tl.dot(v, columns(weight), acc[g] * alpha[None, :]),)
         else:
             new_acc = new_acc + (tl.dot(weight, tl.trans(v), acc[g] * alpha[:, None]),)
         new_low = new_low + (low[g] * alpha + tl.sum(p * minimum.to(tl.float32)[None, :], 1),)
@@ -350,7 +280,7 @@ def add_values(
         v = tl.load(p_rows[:, None] + i_c[None, :], mask=m_rows[:, None] & (i_c < E)[None, :], other=0.0)
         weight = p.to(v.dtype)
         if TRANSPOSED:
-            new_acc = new_acc + (dot16(tl.trans(v), tl.trans(weight), acc[g] * alpha[None, :], ASM),)
+            new_acc = new_acc + (dot16(tl.trans(v), columns(weight), acc[g] * alpha[None, :], ASM),)
         else:
             new_acc = new_acc + (dot16(weight, v, acc[g] * alpha[:, None], ASM),)
         new_low = new_low + (low[g] * alpha,)
@@ -372,6 +302,35 @@ def empty_state(NQ: tl.constexpr, E: tl.constexpr, GROUP: tl.constexpr, TRANSPOS
 
 
 @triton.jit
+def _part_step(
+    q, factor, q_pos, state, p_page, sub, page, computed, p_window_row, q_end, sink_tokens, recent_tokens, retained,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, NQ: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, SOFT_CAP: tl.constexpr, O_V_CODES: tl.constexpr, O_K_SCALE: tl.constexpr,
+    O_K_ORIGIN: tl.constexpr, O_V_SCALE: tl.constexpr, O_V_MIN: tl.constexpr, WINDOW_PAGE: tl.constexpr,
+    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Tokens BN * sub.. of a page; BD is the width of a chunk of channels when TRANSPOSED, else of a key."""
+    acc, low, peak, total = state
+    if TRANSPOSED:
+        s = first_rows(fragment_scores(q, p_page, sub, D, BD, BN, GROUP, HEAD_DIM, O_K_SCALE, O_K_ORIGIN, ASM), NQ)
+    else:
+        s = int4_scores(q, p_page, sub, D, BD, BN, GROUP, HEAD_DIM, O_K_SCALE, O_K_ORIGIN, ASM)
+    mask = None
+    m_key = None
+    if MASKED:
+        pos = page * _PAGE + sub * BN + tl.arange(0, BN)
+        held = resident(pos, p_window_row, computed, sink_tokens, retained, pos >= 0, WINDOW_PAGE)
+        mask, least = int4_mask(q_pos, pos, held, sink_tokens, recent_tokens)
+        m_key = q_end - 1 - pos >= least
+    p, alpha, peak, total = softmax_step(s, factor, mask, peak, total, SOFT_CAP, MASKED)
+    acc, low = add_int4_values(
+        p, alpha, acc, low, m_key, p_page, sub, E, GROUP, BN, O_V_CODES, O_V_SCALE, O_V_MIN,
+        MASKED, TRANSPOSED, ASM,
+    )  # fmt: skip
+    return acc, low, peak, total
+
+
+@triton.jit
 def page_step(
     q, factor, q_pos, state, p_page, page, computed, p_window_row, q_end, sink_tokens, recent_tokens, retained,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, NQ: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
@@ -379,24 +338,23 @@ def page_step(
     O_K_ORIGIN: tl.constexpr, O_V_SCALE: tl.constexpr, O_V_MIN: tl.constexpr, WINDOW_PAGE: tl.constexpr,
     MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """One body page for queries before q_end; BN tokens at a time, a key group on the channel axis.
+    """One body page for queries before q_end; BN tokens at a time, of one key group on the channel axis.
 
     Padded rows compute nonsense for themselves.
     """
-    acc, low, peak, total = state
-    for sub in tl.static_range(_PAGE // BN):
-        s = int4_scores(q, p_page, sub, D, BD, BN, GROUP, HEAD_DIM, O_K_SCALE, O_K_ORIGIN, TRANSPOSED, ASM)
-        s = first_rows(s, NQ)
-        mask = None
-        m_key = None
-        if MASKED:
-            pos = page * _PAGE + sub * BN + tl.arange(0, BN)
-            held = resident(pos, p_window_row, computed, sink_tokens, retained, pos >= 0, WINDOW_PAGE)
-            mask, least = int4_mask(q_pos, pos, held, sink_tokens, recent_tokens)
-            m_key = q_end - 1 - pos >= least
-        p, alpha, peak, total = softmax_step(s, factor, mask, peak, total, SOFT_CAP, MASKED)
-        acc, low = add_int4_values(
-            p, alpha, acc, low, m_key, p_page, sub, E, GROUP, BN, O_V_CODES, O_V_SCALE, O_V_MIN,
-            MASKED, TRANSPOSED, ASM,
-        )  # fmt: skip
-    return acc, low, peak, total
+    if MASKED and TRANSPOSED:
+        # A loop, so that not all of it is loaded at once: masks take registers.
+        for sub in tl.range(0, _PAGE // BN, num_stages=1):
+            state = _part_step(
+                q, factor, q_pos, state, p_page, sub, page, computed, p_window_row, q_end, sink_tokens, recent_tokens,
+                retained, D, BD, E, NQ, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES, O_K_SCALE, O_K_ORIGIN, O_V_SCALE,
+                O_V_MIN, WINDOW_PAGE, MASKED, TRANSPOSED, ASM,
+            )  # fmt: skip
+    else:
+        for sub in tl.static_range(_PAGE // BN):
+            state = _part_step(
+                q, factor, q_pos, state, p_page, sub, page, computed, p_window_row, q_end, sink_tokens, recent_tokens,
+                retained, D, BD, E, NQ, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES, O_K_SCALE, O_K_ORIGIN, O_V_SCALE,
+                O_V_MIN, WINDOW_PAGE, MASKED, TRANSPOSED, ASM,
+            )  # fmt: skip
+    return state

@@ -9,7 +9,7 @@ fused prefill on the `head_dim` axis, the other kernel that asks too much of a s
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -43,9 +43,6 @@ class Choices:
             refilled separately and eight warps share a multiprocessor: one page hides the latency better than two
             do, except where pages are small.
         decode_stages: pages in flight in the plain decode kernel.
-        decode_wide_warps: its warps for up to 8 rows of more than 128 channels. One is faster on an H200 and keeps 64
-            to 300 bytes a thread in memory there, 1.4 KB on older cards with Triton 3.6. Two keep 16 at most, but
-            208 on 8.0 with Triton 3.6.
         prefill_rows, prefill_warps, prefill_stages: of a prefill program.
         prefill_programs_per_sm: with fewer tiles than that, pages are split over more programs.
     """
@@ -58,7 +55,6 @@ class Choices:
     keys_stages: int = 1
     keys_narrow_stages: int = 2
     decode_stages: int = 2
-    decode_wide_warps: int = 1
     prefill_rows: int = 64
     prefill_warps: int = 4
     prefill_stages: int = 1
@@ -68,16 +64,8 @@ class Choices:
 MEASURED = Choices()
 """On an H200 (see NOTES.md)."""
 
-CHOICES: dict[Card, Choices] = {
-    (8, 0): replace(MEASURED, decode_wide_warps=2),  # not measured
-    (8, 6): replace(MEASURED, decode_wide_warps=2),  # not measured
-    (8, 9): replace(MEASURED, decode_wide_warps=2),  # not measured
-    (9, 0): MEASURED,
-    (10, 0): replace(MEASURED, decode_wide_warps=2),  # not measured
-    (12, 0): replace(MEASURED, decode_wide_warps=2),  # not measured
-}
-"""By compute capability; cards that nobody has measured take the H200's numbers, pruned by their shared memory, or
-what their builds ask for."""
+CHOICES: dict[Card, Choices] = dict.fromkeys(SHARED_MEMORY, MEASURED)
+"""By compute capability; cards that nobody has measured take the H200's numbers, pruned by their shared memory."""
 
 INTERPRETED_SMS = 4
 """Stand-in for the multiprocessor count where there is no card."""
@@ -152,28 +140,41 @@ def overlaps(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """How decode rows are cut: rows of a program, its warps and pipeline stages."""
+    """How decode is cut: rows of a program, its warps and pipeline stages, tokens of a masked page at once."""
 
     rows: int
     warps: int
     stages: int
+    edge: int
+
+
+def key_chunk(layout: PageLayout) -> int:
+    """Channels of a key that the plain decode kernel multiplies at once.
+
+    A token's codes of a thread are one aligned load, 16 bytes or 8. Wider heads in one piece keep 128 bytes a thread in
+    memory. On the `head_dim` axis it is a group.
+    """
+    if layout.key_axis == "head_dim":
+        return layout.group_size
+    return 128 if layout.head_size == 128 else 64
 
 
 def decode_tile(rows: int, layout: PageLayout, device: torch.device) -> DecodeTile:
-    """Tile for `rows` = GQA x query tokens of one KV head in the plain Triton kernel."""
-    if rows <= 8:
-        tile = 8
-    elif rows <= 16:
-        tile = 16
-    else:
-        tile = 32
-    # One warp needs no barriers, and it is worth some registers in memory: up to about 100 bytes a thread.
-    warps = 1 if tile <= 16 else 2
-    if layout.head_size > 128 and layout.key_axis == "head_dim":
+    """Tile for `rows` = GQA x query tokens of one KV head in the plain Triton kernel.
+
+    As many rows as the registers of one warp hold, since one warp needs no barriers. What does not fit even so, groups
+    of 32 and the `head_dim` axis of the widest heads, has more. Masks fit beside a whole page only in the common case.
+    """
+    tile = 8 if rows <= 8 or layout.head_size > 128 else 16
+    warps = 1
+    if layout.head_size > 192 and layout.key_axis == "head_dim":
         warps = 4
-    elif layout.head_size > 128:
-        warps = 2 if tile > 8 or layout.group_size < 64 else choices(device).decode_wide_warps
-    return DecodeTile(tile, warps, choices(device).decode_stages)
+    elif layout.head_size > 128 and layout.group_size < 64:
+        warps = 2
+    edge = PAGE_TOKENS if tile == 8 and layout.head_size <= 128 else 32
+    if layout.group_size < 64 or layout.head_size > 128:
+        edge = 16
+    return DecodeTile(tile, warps, choices(device).decode_stages, edge)
 
 
 # -- decode_keys --------------------------------------------------------------
