@@ -28,7 +28,7 @@ from bie_kernels.checks import (
     check_rows,
     check_window,
 )
-from bie_kernels.fragments import LOW_UNIT, load_fragments, normalise_chunks, out_of_units, program_id_x
+from bie_kernels.fragments import LOW_UNIT, divided, load_fragments, load_rows, out_of_units, power_below, program_id_x
 from bie_kernels.launches import Launches
 from bie_kernels.layout import PAGE_TOKENS, PageLayout, window_page_tokens
 from bie_kernels.merge import merge
@@ -92,12 +92,9 @@ def decode_kernel(
     )
     ROWS: tl.constexpr = G * q_len
     MMA_ROWS: tl.constexpr = 16 if NQ < 16 else NQ
-    i_row = row_0 + tl.arange(0, MMA_ROWS)
-    m_row = (tl.arange(0, MMA_ROWS) < NQ) & (i_row < ROWS)
-    p_q_row = p_q + (i_r * q_len + i_row // G).to(tl.int64) * s_qt + (i_h * G + i_row % G) * s_qh  # [MMA_ROWS]
-    q, factor = normalise_chunks(
-        load_fragments(p_q, s_qt, s_qh, i_r, i_h, row_0, q_len, G, D, CHUNK, NQ, MMA_ROWS)
-    )  # fmt: skip
+    q_row = load_rows(p_q, s_qt, s_qh, i_r, i_h, row_0, q_len, G, D, BD, NQ, MMA_ROWS)
+    factor = power_below(tl.max(tl.abs(q_row.to(tl.float32)), 1))
+    q = divided(load_fragments(p_q, s_qt, s_qh, i_r, i_h, row_0, q_len, G, D, CHUNK, NQ, MMA_ROWS), factor)
     if SOFT_CAP > 0:
         logit_scale = scale
     else:
@@ -144,11 +141,15 @@ def decode_kernel(
     if w_first < w_last:
         i_d = tl.arange(0, BD)
         m_d = i_d < D
-        q_raw = tl.load(p_q_row[:, None] + i_d[None, :], mask=m_row[:, None] & m_d[None, :], other=0.0)
+        # The program's number is read once more, here and below, so that rows are not kept from above.
+        if BD <= 128:
+            q_raw = load_rows(p_q, s_qt, s_qh, i_r, i_h, program_id_x(ASM) * NQ, q_len, G, D, BD, NQ, MMA_ROWS)
         flat = tl.full([NQ], 1.0, tl.float32) * logit_scale
         for u in tl.range(w_first, w_last, num_stages=1):
             w_page = tl.where(u < window_sinks, u, u - window_sinks + window_start)
             entry = tl.load(p_window_row + w_page).to(tl.int64)
+            if BD > 128:  # wide queries take too many registers to be kept beside a page's keys
+                q_raw = load_rows(p_q, s_qt, s_qh, i_r, i_h, program_id_x(ASM) * NQ, q_len, G, D, BD, NQ, MMA_ROWS)
             if entry > 0:
                 pos = w_page * WINDOW_PAGE + tl.arange(0, WINDOW_PAGE)
                 m_key = (pos < seq_len) & ((pos < sink_tokens) | (pos >= computed - retained))
@@ -160,7 +161,6 @@ def decode_kernel(
                 p, alpha, peak, total = softmax_step(s, flat, mask, peak, total, SOFT_CAP, True)
                 acc, low = add_values(p, alpha, acc, low, p_rows + D, m_key, E, GROUP, True, ASM)
 
-    # Read once more, so that rows are not kept from above.
     i_out = program_id_x(ASM) * NQ + tl.arange(0, NQ)
     m_out = i_out < ROWS
     at = (i_item.to(tl.int64) * H + i_h) * ROWS + i_out

@@ -130,16 +130,15 @@ def normalise(q):
 
 
 @triton.jit
-def normalise_chunks(chunks):
-    """As `normalise`, for chunks of channels of the same rows."""
-    peak = tl.max(tl.abs(chunks[0].to(tl.float32)), 1)
-    for i in tl.static_range(1, len(chunks)):
-        peak = tl.maximum(peak, tl.max(tl.abs(chunks[i].to(tl.float32)), 1))
-    factor = power_below(peak)
+def divided(chunks, factor):
+    """Chunks of channels over the rows' factors, fp16.
+
+    The factors come from another load: over fragments Triton 3.6 takes the maximum of wrong rows, and sums, too.
+    """
     q = ()
     for i in tl.static_range(len(chunks)):
         q = q + ((chunks[i].to(tl.float32) / factor[:, None]).to(tl.float16),)
-    return q, factor
+    return q
 
 
 @triton.constexpr_function
@@ -183,6 +182,19 @@ def load_fragments(
         )  # fmt: skip
         q = q + (chunk,)
     return q
+
+
+@triton.jit
+def load_rows(
+    p_q, s_qt, s_qh, i_r, i_h, row_0, q_len: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    NQ: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """NQ query rows [ROWS, BD] in natural order, padded with 0."""
+    i, i_d = tl.arange(0, ROWS), tl.arange(0, BD)
+    i_row = row_0 + i
+    m_row = (i < NQ) & (i_row < G * q_len)
+    o_q = (i_r * q_len + i_row // G).to(tl.int64) * s_qt + (i_h * G + i_row % G) * s_qh
+    return tl.load(p_q + o_q[:, None] + i_d[None, :], mask=m_row[:, None] & (i_d < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -258,7 +270,8 @@ def fragment_scores(
             slot = i * _PAGE + token_slot(sub * BN + tl.arange(0, BN))
             scale = tl.load(p_scale + slot).to(tl.float32)
             zero = tl.load(p_origin + slot).to(tl.float32)
-            total = tl.sum(q[i].to(tl.float32), 1) * LOW_UNIT
+            ones = tl.full([q[i].shape[1], 8], 1.0, tl.float16)
+            total = tl.max(tl.dot(q[i], ones), 1) * LOW_UNIT  # a sum: see `divided`
             s += (tl.dot(code_units(q[i]), y) - total[:, None] * zero[None, :]) * scale[None, :]
         else:
             scale = _fragment_meta(p_scale + sub * BN // GROUP * D + i * CHUNK, D - i * CHUNK, q[i].shape[1])

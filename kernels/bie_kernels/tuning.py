@@ -152,9 +152,9 @@ def key_chunk(layout: PageLayout) -> int:
     """Channels of a key that the plain decode kernel multiplies at once.
 
     A token's codes of a thread are one aligned load, 16 bytes or 8. Wider heads in one piece keep 128 bytes a thread in
-    memory. On the `head_dim` axis it is a group.
+    memory. A group on the `head_dim` axis, and of the widest heads with groups of 32, whose metadata take registers.
     """
-    if layout.key_axis == "head_dim":
+    if layout.key_axis == "head_dim" or layout.head_size > 128:
         return layout.group_size
     return 128 if layout.head_size == 128 else 64
 
