@@ -154,7 +154,7 @@ def key_chunk(layout: PageLayout) -> int:
     A token's codes of a thread are one aligned load, 16 bytes or 8. Wider heads in one piece keep 128 bytes a thread in
     memory. A group on the `head_dim` axis, and of the widest heads with groups of 32, whose metadata take registers.
     """
-    if layout.key_axis == "head_dim" or layout.head_size > 128:
+    if layout.key_axis == "head_dim" or layout.head_size > 192:
         return layout.group_size
     return 128 if layout.head_size == 128 else 64
 
