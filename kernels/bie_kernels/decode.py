@@ -101,7 +101,6 @@ def decode_kernel(
         logit_scale = scale * LOG2E
     # In NQ rows (8 of 16 are padding when NQ is 8).
     factor = tl.max(first_rows(tl.broadcast_to(factor[:, None], [MMA_ROWS, 8]), NQ), 1) * (logit_scale / LOW_UNIT)
-    q_pos = computed + (row_0 + tl.arange(0, NQ)) // G
     state = empty_state(NQ, E, GROUP, True)
     p_table = p_body_table + i_r * s_btr
     p_window_row = p_window_table + i_r * s_wtr
@@ -112,13 +111,15 @@ def decode_kernel(
         page = sink_end + u
         p_page = p_body + tl.load(p_table + page).to(tl.int64) * s_bb + i_h * s_bh
         state = page_step(
-            q, factor, q_pos, state, p_page, page, computed, p_window_row, seq_len,
+            q, factor, None, state, p_page, page, computed, p_window_row, seq_len,
             sink_tokens, recent_tokens, retained, D, CHUNK, E, NQ, BN, GROUP, HEAD_DIM, SOFT_CAP, O_V_CODES,
             O_K_SCALE, O_K_ORIGIN, O_V_SCALE, O_V_MIN, WINDOW_PAGE, False, True, ASM,
         )  # fmt: skip
 
     # 2. INT4 for some queries or positions: first the sinks' pages, then those after body_end.
     edges = pages - body
+    # The program's number is read once more, here and below, so that rows are not kept from above.
+    q_pos = computed + (program_id_x(ASM) * NQ + tl.arange(0, NQ)) // G
     for u in tl.range(tl.maximum(u_first, body) - body, tl.minimum(u_last - body, edges), num_stages=1):
         page = tl.where(u < sink_end, u, u + body)
         i_p = page * _PAGE + WINDOW_PAGE * tl.arange(0, _PAGE // WINDOW_PAGE)
@@ -141,7 +142,6 @@ def decode_kernel(
     if w_first < w_last:
         i_d = tl.arange(0, BD)
         m_d = i_d < D
-        # The program's number is read once more, here and below, so that rows are not kept from above.
         if BD <= 128:
             q_raw = load_rows(p_q, s_qt, s_qh, i_r, i_h, program_id_x(ASM) * NQ, q_len, G, D, BD, NQ, MMA_ROWS)
         flat = tl.full([NQ], 1.0, tl.float32) * logit_scale

@@ -172,7 +172,7 @@ def decode_tile(rows: int, layout: PageLayout, device: torch.device) -> DecodeTi
     elif layout.head_size > 128 and layout.group_size < 64:
         warps = 2
     edge = PAGE_TOKENS if tile == 8 and layout.head_size <= 128 else 32
-    if layout.group_size < 64 or layout.head_size > 128:
+    if warps == 1 and (layout.group_size < 64 or layout.head_size > 128):
         edge = 16
     return DecodeTile(tile, warps, choices(device).decode_stages, edge)
 
