@@ -9,7 +9,7 @@ fused prefill on the `head_dim` axis, the other kernel that asks too much of a s
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -43,6 +43,8 @@ class Choices:
             refilled separately and eight warps share a multiprocessor: one page hides the latency better than two
             do, except where pages are small.
         decode_stages: pages in flight in the plain decode kernel.
+        decode_whole_groups: head sizes with groups of 32 whose masked pages it reads a group at a time instead of half of
+            one: there that does not spill, and the other does.
         prefill_rows, prefill_warps, prefill_stages: of a prefill program.
         prefill_programs_per_sm: with fewer tiles than that, pages are split over more programs.
     """
@@ -55,6 +57,7 @@ class Choices:
     keys_stages: int = 1
     keys_narrow_stages: int = 2
     decode_stages: int = 2
+    decode_whole_groups: tuple[int, ...] = ()
     prefill_rows: int = 64
     prefill_warps: int = 4
     prefill_stages: int = 1
@@ -64,8 +67,12 @@ class Choices:
 MEASURED = Choices()
 """On an H200 (see NOTES.md)."""
 
-CHOICES: dict[Card, Choices] = dict.fromkeys(SHARED_MEMORY, MEASURED)
-"""By compute capability; cards that nobody has measured take the H200's numbers, pruned by their shared memory."""
+CHOICES: dict[Card, Choices] = {
+    **dict.fromkeys(SHARED_MEMORY, MEASURED),
+    (12, 0): replace(MEASURED, decode_whole_groups=(80, 256)),  # not measured
+}
+"""By compute capability; cards that nobody has measured take the H200's numbers, pruned by their shared memory, or
+what their builds ask for."""
 
 INTERPRETED_SMS = 4
 """Stand-in for the multiprocessor count where there is no card."""
@@ -172,7 +179,8 @@ def decode_tile(rows: int, layout: PageLayout, device: torch.device) -> DecodeTi
     elif layout.head_size > 128 and layout.group_size < 64:
         warps = 2
     edge = PAGE_TOKENS if tile == 8 and layout.head_size <= 128 else 32
-    if warps == 1 and (layout.group_size < 64 or layout.head_size > 128):
+    small = layout.group_size < 64 and layout.head_size not in choices(device).decode_whole_groups
+    if small or layout.head_size > 128 and layout.group_size == 64:
         edge = 16
     return DecodeTile(tile, warps, choices(device).decode_stages, edge)
 
