@@ -43,8 +43,8 @@ class Choices:
             refilled separately and eight warps share a multiprocessor: one page hides the latency better than two
             do, except where pages are small.
         decode_stages: pages in flight in the plain decode kernel.
-        decode_whole_groups: head sizes with groups of 32 whose masked pages it reads a group at a time instead of half of
-            one: there that does not spill, and the other does.
+        decode_whole_groups: head sizes with groups of 32 whose masked pages it reads a group at a time instead of half
+            of one: there that does not spill, and the other does.
         prefill_rows, prefill_warps, prefill_stages: of a prefill program.
         prefill_programs_per_sm: with fewer tiles than that, pages are split over more programs.
     """
