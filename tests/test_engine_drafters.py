@@ -143,7 +143,8 @@ def test_skipped_layers_and_a_draft_model(model_64):
 
 
 @pytest.mark.slow
-def test_the_real_model_accepts_its_copy(smollm2):
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_the_real_model_accepts_its_copy(smollm2, k):
     """SmolLM2 drafting for itself: accepted at least 0.95 as often as under `auto`."""
     from transformers import AutoTokenizer
 
@@ -159,7 +160,7 @@ def test_the_real_model_accepts_its_copy(smollm2):
     base = {"max_model_len": 1024, "kv_cache_memory_bytes": 512 << 20}
     rates = {}
     for dtype in ("auto", "int4_asym"):
-        _, facts = run(drafted(smollm2, smollm2, 3, kv_cache_dtype=dtype, **base), generate(prompts, n=96), FACTS)
+        _, facts = run(drafted(smollm2, smollm2, k, kv_cache_dtype=dtype, **base), generate(prompts, n=96), FACTS)
         rates[dtype] = acceptance(facts)
     print(rates)
     assert rates["int4_asym"] >= 0.95 * rates["auto"]
