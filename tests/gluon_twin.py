@@ -181,7 +181,7 @@ def _assembly_of(gl: types.ModuleType):  # noqa: ANN202
     def run(asm: str, *args: Any, **kwargs: Any) -> Any:
         if "%ctaid.x" in asm:
             return Tensor(torch.tensor(gl.program[0], dtype=torch.int32))
-        if "%laneid" in asm:  # element i of rows or columns belongs to a lane with lane >> 2 == i, lane & 3 == i // 2
+        if "%laneid" in asm:  # as in MMA: lane >> 2 is the row, lane & 3 two columns; cards check that
             i = torch.arange(8, dtype=torch.int32)
             return Tensor(4 * i + i // 2)
         return _assembly(asm, *args, **kwargs)

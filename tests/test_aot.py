@@ -48,6 +48,7 @@ MATRIX = [
     if size in KEYS_SIZES or not rest.endswith("-keys")
 ]
 
+
 def build(name: str) -> list[dict]:
     """Compile in a process of its own: this one may run Triton's interpreter."""
     root = Path(__file__).resolve().parents[1]

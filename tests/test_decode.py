@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 from kernel_cases import DEVICE, LENGTHS, LONG, Batch, guard_memory, make_batch, worst_error  # noqa: E402
 
-from bie_kernels import decode, plan  # noqa: E402
+from bie_kernels import decode, plan, tuning  # noqa: E402
 from bie_kernels.layout import PageLayout  # noqa: E402
 
 
@@ -82,6 +82,14 @@ def test_lengths_around_pages(dtype: torch.dtype) -> None:
 )  # fmt: skip
 def test_head_sizes(layout: PageLayout) -> None:
     check([70, 337], layout, heads=2 if layout.head_size == 128 else 1)
+
+
+def test_choices_of_another_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masked pages a whole group of 32 at a time."""
+    chosen = tuning.CHOICES[12, 0]
+    assert 80 in chosen.decode_whole_groups and 80 not in tuning.MEASURED.decode_whole_groups
+    monkeypatch.setitem(tuning.CHOICES, tuning.family(tuning.capability(torch.device(DEVICE))), chosen)
+    check([70, 337], PageLayout(80, group_size=32), heads=1, fast=False)
 
 
 @pytest.mark.parametrize(

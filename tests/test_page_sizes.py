@@ -37,8 +37,8 @@ def test_layer_patterns(version):
               f"{row['tokens'] / row['auto_tokens']:.2f} times auto's tokens")  # fmt: skip
     for row in rows:
         # Shorter requests end in the middle of more of their pages.
-        if row["length"] >= 8192:
-            assert 0 <= row["overhead"] <= WIDE.get((row["name"], row["length"], row["chunk"]), 0.10), row
+        limit = WIDE.get((row["name"], row["length"], row["chunk"]), 0.10 if row["length"] >= 8192 else 0.35)
+        assert 0 <= row["overhead"] <= limit, row
         assert row["alignment"] <= 2 * row["largest_page"], row
         assert row["alignment"] == (16 if "Mistral" in row["name"] else 64), row
         assert row["tokens"] >= row["auto_tokens"], row

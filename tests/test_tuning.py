@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -55,6 +56,16 @@ def test_nothing_is_pruned_where_it_was_measured(known: tuning.Card) -> None:
             tile = tuning.prune(tuning.CHOICES[known], tuning.SHARED_MEMORY[known], rows, size)
             assert tile is not None and (tile.per_sm, tile.stages) == (8, 2 if size == 64 else 1)
             assert tile.programs == -(-rows // (24 if size <= 128 else 16))
+
+
+@pytest.mark.parametrize("known", list(tuning.CHOICES))
+def test_pieces_of_masked_pages_lie_in_one_key_group(monkeypatch: pytest.MonkeyPatch, known: tuning.Card) -> None:
+    monkeypatch.setattr(tuning, "capability", lambda device: known)
+    for size, group, axis in itertools.product((64, 80, 96, 112, 128, 192, 256), (32, 64), ("channel", "head_dim")):
+        for rows in ROWS:
+            edge = tuning.decode_tile(rows, PageLayout(size, group_size=group, key_axis=axis), CPU).edge
+            assert 64 % edge == 0 and edge >= 16, (size, group, axis, rows)
+            assert axis == "head_dim" or group % edge == 0, (size, group, rows)
 
 
 def test_pages_go_first_then_programs_then_rows() -> None:

@@ -334,6 +334,7 @@ def _launch(
     budget, heads, rows, _ = acc.shape
     tile = decode_tile(rows, layout, q.device)
     channel = layout.key_axis == "channel"
+    # Items are the grid's y: 65,535 of them serve 52,000 requests.
     launch_decode[(cdiv(rows, tile.rows), budget, heads)](
         q, body, window, body_table, window_table, plan, acc, peak, total,
         q.stride(0), q.stride(1), body.stride(0), body.stride(1),
@@ -345,5 +346,5 @@ def _launch(
         SOFT_CAP=soft_cap, O_V_CODES=layout.v_codes, O_K_SCALE=layout.k_scale, O_K_ORIGIN=layout.k_origin,
         O_V_SCALE=layout.v_scale, O_V_MIN=layout.v_min, WINDOW_PAGE=window_page_tokens(q.element_size()),
         ASM=not interpreted(), STAGES=tile.stages, PDL=overlaps(q.device),
-        num_warps=tile.warps, enable_fp_fusion=True, maxnreg=255,
+        num_warps=tile.warps, enable_fp_fusion=True, maxnreg=255,  # else ptxas may aim for 12 warps, and spill
     )  # fmt: skip

@@ -254,6 +254,7 @@ def fragment_scores(
 
     q: chunks of CHUNK channels from `load_fragments`, normalised; groups of channels on the head_dim axis.
     """
+    tl.static_assert(HEAD_DIM or BN <= GROUP, "tokens of one key group only")
     p_codes = p_page + sub * (BN * D // 2)
     p_scale = (p_page + O_K_SCALE).to(tl.pointer_type(tl.float16))
     p_origin = (p_page + O_K_ORIGIN).to(tl.pointer_type(tl.float16))

@@ -41,6 +41,7 @@ scores are nothing."""
 WINDOW_WEIGHT = tl.constexpr(2)
 """Units of a window page: as many bytes as a body page, but read without a pipeline."""
 
+
 @triton.jit
 def dot16(a, b, acc, ASM: tl.constexpr):
     """tl.dot of operands in the model's dtype; the interpreter (no ASM) multiplies no bf16."""
