@@ -35,8 +35,8 @@ class Choices:
         programs_per_sm: decode programs per multiprocessor, one wave: more splits cost more than they balance.
         min_units: pages below which a split costs more in the merge than it saves.
         rows_per_program: query rows after which a KV head is counted as two programs that share a wave. What a
-            program of the fast path serves at most up to 128 channels. Beyond, and on the portable path, one serves 8 or
-            16 rows, and there are more of them than counted.
+            program of the fast path serves at most up to 128 channels. Beyond, and on the portable path, one serves 8
+            or 16 rows, and there are more of them than counted.
         keys_tiles, keys_wide_tiles: tiles of 8 rows of a `decode_keys` program: what the registers hold, up to 128
             channels and beyond.
         keys_stages, keys_narrow_stages: pages in its ring, beyond 64 channels and up to there. Keys and values are
