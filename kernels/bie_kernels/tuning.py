@@ -45,6 +45,7 @@ class Choices:
         decode_stages: pages in flight in the plain decode kernel.
         decode_whole_groups: head sizes with groups of 32 whose masked pages it reads a group at a time instead of half
             of one: there that does not spill, and the other does.
+        decode_two_warps: head sizes with groups of 32 that have two warps, since one would spill; beyond 128 all have.
         prefill_rows, prefill_warps, prefill_stages: of a prefill program.
         prefill_programs_per_sm: with fewer tiles than that, pages are split over more programs.
     """
@@ -58,6 +59,7 @@ class Choices:
     keys_narrow_stages: int = 2
     decode_stages: int = 2
     decode_whole_groups: tuple[int, ...] = ()
+    decode_two_warps: tuple[int, ...] = ()
     prefill_rows: int = 64
     prefill_warps: int = 4
     prefill_stages: int = 1
@@ -69,6 +71,7 @@ MEASURED = Choices()
 
 CHOICES: dict[Card, Choices] = {
     **dict.fromkeys(SHARED_MEMORY, MEASURED),
+    (10, 0): replace(MEASURED, decode_two_warps=(80, 96, 112)),  # not measured
     (12, 0): replace(MEASURED, decode_whole_groups=(80, 256)),  # not measured
 }
 """By compute capability; cards that nobody has measured take the H200's numbers, pruned by their shared memory, or
@@ -176,7 +179,7 @@ def decode_tile(rows: int, layout: PageLayout, device: torch.device) -> DecodeTi
     warps = 1
     if layout.head_size > 192 and layout.key_axis == "head_dim":
         warps = 4
-    elif layout.head_size > 128 and layout.group_size < 64:
+    elif layout.group_size < 64 and (layout.head_size > 128 or layout.head_size in choices(device).decode_two_warps):
         warps = 2
     edge = PAGE_TOKENS if tile == 8 and layout.head_size <= 128 else 32
     small = layout.group_size < 64 and layout.head_size not in choices(device).decode_whole_groups
