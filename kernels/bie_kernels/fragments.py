@@ -59,22 +59,16 @@ def unpack(x, SUBNORMAL: tl.constexpr, ASM: tl.constexpr):
 
     SUBNORMAL: in units LOW_UNIT, HIGH_UNIT, LOW_UNIT, HIGH_UNIT.
     """
-    if SUBNORMAL:
-        if ASM:
-            return tl.inline_asm_elementwise(
-                SUBNORMAL_CODES, "=r,=r,=r,=r,r", [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-                is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            y = x >> 8
-            return (
-                (x & 0x0F).to(tl.float16, bitcast=True), (x & 0xF0).to(tl.float16, bitcast=True),
-                (y & 0x0F).to(tl.float16, bitcast=True), (y & 0xF0).to(tl.float16, bitcast=True),
-            )  # fmt: skip
-    elif ASM:
+    if ASM:
+        CODE: tl.constexpr = SUBNORMAL_CODES if SUBNORMAL else UNPACK
         return tl.inline_asm_elementwise(
-            UNPACK, "=r,=r,=r,=r,r", [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True, pack=2,
+            CODE, "=r,=r,=r,=r,r", [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif SUBNORMAL:
+        y = x >> 8
+        return (
+            (x & 0x0F).to(tl.float16, bitcast=True), (x & 0xF0).to(tl.float16, bitcast=True),
+            (y & 0x0F).to(tl.float16, bitcast=True), (y & 0xF0).to(tl.float16, bitcast=True),
         )  # fmt: skip
     else:
         return (
