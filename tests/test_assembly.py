@@ -55,7 +55,7 @@ def test_unpacking(x: torch.Tensor) -> None:
     bits = torch.stack([x.int() >> shift & mask for shift, mask in ((0, 0x0F), (0, 0xF0), (8, 0x0F), (8, 0xF0))])
     assert torch.equal(plain(x.to(DEVICE), True).cpu(), bits.to(torch.int16))
     gluon = twin("gluon_tiles", late=False)
-    units = [gluon.LOW_UNIT, gluon.HIGH_UNIT] * 2
+    units = [float(fragments.LOW_UNIT.value), float(fragments.HIGH_UNIT.value)] * 2
     codes = [y.data.float() / unit for y, unit in zip(gluon.unpack(Tensor(x)), units, strict=True)]
     assert torch.equal(torch.stack(codes).half().view(torch.int16), want)
 

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from bie_kernels import tiles
-from bie_kernels.fragments import HIGH_UNIT, LOW_UNIT, SUBNORMAL_CODES  # noqa: F401
+from bie_kernels.fragments import SUBNORMAL_CODES
 from bie_kernels.layout import PAGE_TOKENS, PageLayout
 from bie_kernels.tuning import capability, interpreted, keys_fit
 

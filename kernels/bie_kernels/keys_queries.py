@@ -6,7 +6,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from bie_kernels.gluon_tiles import CHUNKS, HIGH_UNIT, LOW_UNIT, OPERAND_A, rows_layout
+from bie_kernels.fragments import HIGH_UNIT, LOW_UNIT
+from bie_kernels.gluon_tiles import CHUNKS, OPERAND_A, rows_layout
 from bie_kernels.keys_tiles import query_operand
 from bie_kernels.tiles import LEAST_POWER
 

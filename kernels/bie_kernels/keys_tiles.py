@@ -7,17 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from bie_kernels.gluon_tiles import (
-    HIGH_UNIT,
-    LOW_UNIT,
-    MMA,
-    OPERAND_A,
-    OPERAND_B,
-    PAGE,
-    late_lane,
-    rows_layout,
-    unpack,
-)
+from bie_kernels.fragments import HIGH_UNIT, LOW_UNIT
+from bie_kernels.gluon_tiles import MMA, OPERAND_A, OPERAND_B, PAGE, late_lane, rows_layout, unpack
 
 KEY_META = gl.constexpr(
     gl.DistributedLinearLayout(
