@@ -27,6 +27,19 @@ def load_eval_module(name: str):
     return module
 
 
+@pytest.fixture
+def hear(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """`hear(logger, level)`: caplog hears that logger once, whatever others of this process made of vLLM's logging."""
+
+    def listen(logger, level):
+        monkeypatch.setattr(logger, "handlers", [caplog.handler])
+        monkeypatch.setattr(logger, "propagate", False)
+        monkeypatch.setattr(logger, "disabled", False)
+        caplog.set_level(level, logger=logger.name)
+
+    return listen
+
+
 @pytest.fixture(scope="session")
 def model_64(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Tiny random Llama: 4 layers, 8 query heads, 2 KV heads, D = 64."""

@@ -498,17 +498,13 @@ def test_drafters_are_refused_before_their_weights_are_read(case, builder, monke
     assert words in str(raised.value) and (sentence is None or "method ngram" in str(raised.value))
 
 
-def test_the_log_says_that_nothing_is_quantised(monkeypatch, caplog):
+def test_the_log_says_that_nothing_is_quantised(hear, caplog):
     """All layers windowed: as under `auto`, and not without a word."""
     from types import SimpleNamespace as Namespace
 
     from bie_vllm_plugin import vllm_compat
 
-    logger = vllm_compat.logger  # whatever others of this process made of vLLM's logging
-    monkeypatch.setattr(logger, "handlers", [caplog.handler])
-    monkeypatch.setattr(logger, "propagate", False)
-    monkeypatch.setattr(logger, "disabled", False)
-    caplog.set_level(logging.WARNING, logger=logger.name)
+    hear(vllm_compat.logger, logging.WARNING)
     config = config_with(built(dtype="auto", window=64), skip=["sliding_window"])
     config.cache_config.cache_dtype, config.parallel_config = "int4_asym", Namespace(pipeline_parallel_size=1)
     seen = []

@@ -49,14 +49,11 @@ def test_layer_patterns(version):
 
 
 @pytest.mark.parametrize(("length", "short"), [(256, True), (4096, False)])
-def test_requests_too_short_to_gain_are_named(length, short, caplog, monkeypatch):
+def test_requests_too_short_to_gain_are_named(length, short, caplog, hear):
     body, window = body_spec(PageLayout(128), 8), window_spec(Int4AsymConfig(), 8, 128, 128, torch.bfloat16, 0, 0)
     layers = {"a": body, "a.window": window}
     size = 1000 * body.page_size_bytes
-    monkeypatch.setattr(page_report.logger, "handlers", [caplog.handler])
-    monkeypatch.setattr(page_report.logger, "propagate", False)
-    monkeypatch.setattr(page_report.logger, "disabled", False)
-    caplog.set_level("INFO", logger=page_report.logger.name)
+    hear(page_report.logger, "INFO")
     config = SimpleNamespace(
         kv_cache_layout="BLHNC", num_blocks=1000,
         kv_cache_tensors=[SimpleNamespace(size=size, layer_stride=body.page_size_bytes, layers=list(layers))],
